@@ -1,0 +1,1 @@
+"""Top layer: configuration, command line, plan, reports; the only place that builds things."""

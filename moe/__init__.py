@@ -1,0 +1,1 @@
+"""The model, its parameters, its data and the training step."""

@@ -1,0 +1,1 @@
+"""Text to tokens to batches: sources, tokenised files, keyed shuffling, cursors."""

@@ -1,0 +1,1 @@
+"""Blocks, tiers, schedule, pipeline and the streamed optimizer."""

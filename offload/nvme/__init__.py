@@ -1,0 +1,1 @@
+"""The cold tier: direct I/O, extents, checksums."""

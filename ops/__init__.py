@@ -1,0 +1,1 @@
+"""Bottom layer: errors, units, dtypes, kernels, checksums, and MindSpore compute."""

@@ -1,0 +1,1 @@
+"""Numba kernels over host memory: exact, chunk-independent, GIL-free."""

@@ -1,0 +1,1 @@
+"""MindSpore stage functions of a MoE Transformer: forward and backward, one stage at a time."""
