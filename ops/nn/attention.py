@@ -1,0 +1,153 @@
+"""Attention stage: norm, projections, rotary causal attention, output projection, residual.
+
+Backward repeats no projection: it takes the projections q, k, v (before head norm and rotation)
+and the core's output o as saved tensors, and recomputes only probabilities from q and k (as
+Dao et al. 2022, section 3.1, do, with rowsum(dO * O) in place of rowsum(dP * P)).
+
+Queries go in blocks; a block multiplies only the keys up to its end, so the largest score tensor
+is [B*G, H/G*block, S] and causal masking saves work. Shape suffixes: see `ops/nn/dims.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from mindspore import ops
+
+from ops.nn.dims import StageDims
+from ops.nn.primitives import (
+    Tensor,
+    bmm_nn,
+    bmm_nt,
+    bmm_tn,
+    jit,
+    ms_dtype,
+    nn,
+    np_dtype,
+    nt,
+    rms_norm,
+    rms_norm_dx,
+    stream_dtype,
+    sum_rows,
+    tn,
+)
+from ops.nn.workspace import query_block
+
+_MASKED = -1e30
+
+
+def rope_tables(dims: StageDims, dtype: str) -> tuple[np.ndarray, np.ndarray]:
+    """Return cos_SC, sin_SC of rotary embedding (Su et al. 2021, eq. 34), halves as in HF Llama."""
+    half = np.arange(0, dims.head_dim, 2, dtype=np.float64) / dims.head_dim
+    angle = np.outer(np.arange(dims.seq_len), dims.rope_theta**-half)
+    angle = np.concatenate([angle, angle], axis=1)
+    kind = np_dtype(stream_dtype(dtype))
+    return np.cos(angle).astype(kind), np.sin(angle).astype(kind)
+
+
+def causal_bias(dims: StageDims, dtype: str) -> np.ndarray:
+    """Return bias_SS: 0 where a query may see a key, a very negative number elsewhere."""
+    seen = np.tril(np.ones((dims.seq_len, dims.seq_len), bool))
+    return np.where(seen, 0.0, _MASKED).astype(np_dtype(stream_dtype(dtype)))
+
+
+def _rotate(x: Tensor, half: int) -> Tensor:
+    return ops.concat((-x[..., half:], x[..., :half]), -1)
+
+
+def build_attention(dims: StageDims, dtype: str) -> dict[str, Callable[..., Any]]:
+    """Return jit-compiled `attn_fwd`, `attn_bwd` for `dims` (see `Stages`)."""
+    ct, st = ms_dtype(dtype), ms_dtype(stream_dtype(dtype))
+    S, H, G, C = dims.seq_len, dims.num_heads, dims.num_kv_heads, dims.head_dim
+    M, half, eps, qk_norm = H // G, C // 2, dims.rms_norm_eps, dims.qk_norm
+    step = query_block(S)
+    starts = tuple(range(0, S, step))
+    scale = C**-0.5
+
+    def heads(x, n):  # [T, n*C] -> [B, n, S, C]
+        return ops.transpose(x.reshape((-1, S, n, C)), (0, 2, 1, 3))
+
+    def flat(x, n):  # [B, n, S, C] -> [T, n*C]
+        return ops.transpose(x, (0, 2, 1, 3)).reshape((-1, n * C))
+
+    def prepare(x, w, n, cos, sin):
+        x = heads(x, n).astype(st)
+        if qk_norm:
+            x = rms_norm(x, w, eps)
+        return (x * cos + _rotate(x, half) * sin).astype(ct)
+
+    def prepare_dx(x, w, n, cos, sin, dy):  # dy [B, n, S, C]
+        dy = dy.astype(st)
+        turned = dy * sin
+        dy = dy * cos - _rotate(turned, half)
+        if not qk_norm:
+            return flat(dy, n).astype(ct), w
+        dx, dw = rms_norm_dx(heads(x, n).astype(st), w, dy, eps)
+        return flat(dx, n).astype(ct), sum_rows(dw.reshape((-1, C)))
+
+    def probs(q5, k3, bias, lo, hi):  # q5 [B*G, M, S, C], k3 [B*G, S, C]
+        q = q5[:, :, lo:hi].reshape((-1, M * (hi - lo), C))
+        s = bmm_nt(q, k3[:, :hi]).astype(st).reshape((-1, M, hi - lo, hi))
+        p = ops.softmax(s * scale + bias[lo:hi, :hi], -1)
+        return q, p.reshape((-1, M * (hi - lo), hi)).astype(ct)
+
+    def attn_fwd(h, ln, wq, wk, wv, wo, qn, kn, cos, sin, bias):
+        xn = rms_norm(h, ln, eps).astype(ct)
+        q, k, v = nt(xn, wq), nt(xn, wk), nt(xn, wv)
+        q5 = prepare(q, qn, H, cos, sin).reshape((-1, M, S, C))
+        k3 = prepare(k, kn, G, cos, sin).reshape((-1, S, C))
+        v3 = heads(v, G).reshape((-1, S, C))
+        outs = []
+        for lo in starts:
+            hi = min(lo + step, S)
+            _, p = probs(q5, k3, bias, lo, hi)
+            outs.append(bmm_nn(p, v3[:, :hi]).reshape((-1, M, hi - lo, C)))
+        o5 = outs[0] if len(outs) == 1 else ops.concat(outs, 2)
+        o = flat(o5.reshape((-1, H, S, C)), H)
+        return h + nt(o, wo).astype(st), q, k, v, o
+
+    def core_bwd(q5, k3, v3, o5, do5, bias):
+        dqs = []
+        dk, dv = ops.zeros_like(k3), ops.zeros_like(v3)
+        for lo in starts:
+            hi = min(lo + step, S)
+            q, p = probs(q5, k3, bias, lo, hi)
+            do = do5[:, :, lo:hi].reshape((-1, M * (hi - lo), C))
+            o = o5[:, :, lo:hi].reshape((-1, M * (hi - lo), C))
+            delta = ops.sum((do * o).astype(st), -1, True)
+            dp = bmm_nt(do, v3[:, :hi]).astype(st)
+            ds = ((dp - delta) * p.astype(st) * scale).astype(ct)
+            dqs.append(bmm_nn(ds, k3[:, :hi]).reshape((-1, M, hi - lo, C)))
+            dk_part, dv_part = bmm_tn(ds, q), bmm_tn(p, do)
+            if hi < S:
+                rest = ops.zeros((k3.shape[0], S - hi, C), k3.dtype)
+                dk_part = ops.concat((dk_part, rest), 1)
+                dv_part = ops.concat((dv_part, rest), 1)
+            dk, dv = dk + dk_part, dv + dv_part
+        dq = dqs[0] if len(dqs) == 1 else ops.concat(dqs, 2)
+        return dq, dk, dv
+
+    def attn_bwd(h, ln, wq, wk, wv, wo, qn, kn, q, k, v, o, dh_mid, cos, sin, bias):
+        dy = dh_mid.astype(ct)
+        do, dwo = nn(dy, wo), tn(dy, o)
+        dq5, dk3, dv3 = core_bwd(
+            prepare(q, qn, H, cos, sin).reshape((-1, M, S, C)),
+            prepare(k, kn, G, cos, sin).reshape((-1, S, C)),
+            heads(v, G).reshape((-1, S, C)),
+            heads(o, H).reshape((-1, M, S, C)),
+            heads(do, H).reshape((-1, M, S, C)),
+            bias,
+        )
+        dq, dqn = prepare_dx(q, qn, H, cos, sin, dq5.reshape((-1, H, S, C)))
+        dk, dkn = prepare_dx(k, kn, G, cos, sin, dk3.reshape((-1, G, S, C)))
+        dv = flat(dv3.reshape((-1, G, S, C)), G)
+        dxn = (nn(dq, wq) + nn(dk, wk) + nn(dv, wv)).astype(st)
+        xn = rms_norm(h, ln, eps).astype(ct)
+        dwq, dwk, dwv = tn(dq, xn), tn(dk, xn), tn(dv, xn)
+        dh, dln = rms_norm_dx(h, ln, dxn, eps)
+        grads = (sum_rows(dln), dwq.astype(st), dwk.astype(st), dwv.astype(st), dwo.astype(st))
+        return dh_mid + dh, *grads, dqn, dkn
+
+    return {"attn_fwd": jit(attn_fwd), "attn_bwd": jit(attn_bwd)}
