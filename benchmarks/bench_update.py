@@ -1,0 +1,135 @@
+"""Fused AdamW update in parameters per second, beside torch's fused AdamW.
+
+Ours: bfloat16 weight + int16 residual with bfloat16 gradients (26 bytes moved per parameter), and
+float32 masters with float32 gradients (28 bytes). Reference: `torch.optim.AdamW(fused=True)` on
+float32 parameters and gradients (28 bytes), as many parameters and threads. Also the replay of
+idle steps, beside the same steps done one by one. Run from the repository root:
+
+    python -m benchmarks.bench_update [--parameters 16777216] [--threads N] [--pairs 9]
+
+torch comes with the `bench` extra; without it only the replay is measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from benchmarks.common import compare, seconds_of
+from ops.kernels.adamw import AdamW, replay_split, update_master, update_split
+from ops.kernels.pool import KernelPool
+from ops.kernels.warm_up import warm_up
+
+LR, WEIGHT_DECAY, IDLE_STEPS = 1e-3, 0.1, 32
+
+
+class State:
+    """Parameters in both storage forms with moments and gradients, page aligned as in the arena."""
+
+    def __init__(self, size: int) -> None:
+        rng = np.random.default_rng(0)
+        self.weight = aligned(size, np.uint16)
+        self.weight[:] = 0x3C23
+        self.residual = aligned(size, np.int16)
+        self.master = aligned(size, np.float32)
+        self.master[:] = 0.01
+        self.exp_avg, self.exp_avg_sq = aligned(size, np.float32), aligned(size, np.float32)
+        self.grad32 = aligned(size, np.float32)
+        rng.standard_normal(dtype=np.float32, out=self.grad32)
+        self.grad32 *= 1e-3
+        self.grad16 = aligned(size, np.uint16)
+        self.grad16[:] = self.grad32.view(np.uint32) >> 16
+
+
+def aligned(size: int, dtype: Any) -> Any:
+    """Zeroed flat array of `size` items that starts on a page."""
+    item_bytes = np.dtype(dtype).itemsize
+    raw = np.zeros(size * item_bytes + 4096, np.uint8)
+    offset = -raw.ctypes.data % 4096
+    return raw[offset : offset + size * item_bytes].view(dtype)
+
+
+def torch_step(size: int, threads: int) -> tuple[Callable[[], Any], str] | None:
+    """One step of torch's fused AdamW over `size` float32 parameters; None without torch."""
+    try:
+        import torch
+    except ImportError:
+        return None
+    torch.set_num_threads(threads)
+    parameter = torch.nn.Parameter(torch.full((size,), 0.01))
+    parameter.grad = torch.randn(size, generator=torch.Generator().manual_seed(0)) * 1e-3
+    optimizer = torch.optim.AdamW([parameter], lr=LR, weight_decay=WEIGHT_DECAY, fused=True)
+    return optimizer.step, f"torch {torch.__version__} AdamW(fused=True) fp32"
+
+
+def main() -> None:
+    """Parse the command line, run the comparisons, print one JSON line for each."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--parameters", type=int, default=1 << 24)
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--pairs", type=int, default=15)
+    parser.add_argument("--calls", type=int, default=5, help="steps per measurement")
+    args = parser.parse_args()
+    size, threads = args.parameters, args.threads
+    warm_up()
+    state, hyper = State(size), AdamW()
+    sizes = {"parameters": size, "threads": threads}
+
+    def rate(work: Callable[[], Any], steps: int = 1, calls: int = args.calls) -> float:
+        return size * steps / seconds_of(work, calls)
+
+    moments = (state.exp_avg, state.exp_avg_sq)
+    row = hyper.scalars(10, LR, WEIGHT_DECAY)
+    table = hyper.table([(step, LR, WEIGHT_DECAY) for step in range(10, 10 + IDLE_STEPS)])
+    idle = np.zeros_like(state.grad16)
+    with KernelPool(threads) as pool:
+
+        def split_step(grad: Any = state.grad16, row: Any = row) -> None:
+            update_split(state.weight, state.residual, *moments, grad, 1.0, row, pool=pool)
+
+        def master_step() -> None:
+            update_master(state.master, *moments, state.grad32, 1.0, row, pool=pool)
+
+        def dense_idle() -> None:
+            for row in table:
+                split_step(idle, row)
+
+        def replay() -> None:
+            replay_split(state.weight, state.residual, *moments, table, pool=pool)
+
+        peer = torch_step(size, threads)
+        unit = "parameters/s"
+        if peer is None:
+            print("torch is not installed: the update has no peer to be measured beside")
+        else:
+            step, peer_name = peer
+            for name, ours in (
+                ("update_bf16_split", split_step),
+                ("update_fp32_master", master_step),
+            ):
+                compare(
+                    name,
+                    unit,
+                    lambda ours=ours: rate(ours),
+                    lambda: rate(step),
+                    peer_name,
+                    args.pairs,
+                    **sizes,
+                )
+        compare(
+            f"update_replay_{IDLE_STEPS}_idle_steps",
+            "parameter-steps/s",
+            lambda: rate(replay, IDLE_STEPS, 1),
+            lambda: rate(dense_idle, IDLE_STEPS, 1),
+            "the same steps one by one",
+            9,
+            **sizes,
+        )
+
+
+if __name__ == "__main__":
+    main()
