@@ -66,19 +66,21 @@ def build_attention(dims: StageDims, dtype: str) -> dict[str, Callable[..., Any]
     starts = tuple(range(0, S, step))
     scale = C**-0.5
 
-    def heads(x, n):  # [T, n*C] -> [B, n, S, C]
+    def heads(x: Tensor, n: int) -> Tensor:  # [T, n*C] -> [B, n, S, C]
         return ops.transpose(x.reshape((-1, S, n, C)), (0, 2, 1, 3))
 
-    def flat(x, n):  # [B, n, S, C] -> [T, n*C]
+    def flat(x: Tensor, n: int) -> Tensor:  # [B, n, S, C] -> [T, n*C]
         return ops.transpose(x, (0, 2, 1, 3)).reshape((-1, n * C))
 
-    def prepare(x, w, n, cos, sin):
+    def prepare(x: Tensor, w: Tensor, n: int, cos: Tensor, sin: Tensor) -> Tensor:
         x = heads(x, n).astype(st)
         if qk_norm:
             x = rms_norm(x, w, eps)
         return (x * cos + _rotate(x, half) * sin).astype(ct)
 
-    def prepare_dx(x, w, n, cos, sin, dy):  # dy [B, n, S, C]
+    def prepare_dx(
+        x: Tensor, w: Tensor, n: int, cos: Tensor, sin: Tensor, dy: Tensor
+    ) -> tuple[Tensor, ...]:  # dy [B, n, S, C]
         dy = dy.astype(st)
         turned = dy * sin
         dy = dy * cos - _rotate(turned, half)
@@ -87,13 +89,27 @@ def build_attention(dims: StageDims, dtype: str) -> dict[str, Callable[..., Any]
         dx, dw = rms_norm_dx(heads(x, n).astype(st), w, dy, eps)
         return flat(dx, n).astype(ct), sum_rows(dw.reshape((-1, C)))
 
-    def probs(q5, k3, bias, lo, hi):  # q5 [B*G, M, S, C], k3 [B*G, S, C]
+    def probs(
+        q5: Tensor, k3: Tensor, bias: Tensor, lo: int, hi: int
+    ) -> tuple[Tensor, ...]:  # q5 [B*G, M, S, C], k3 [B*G, S, C]
         q = q5[:, :, lo:hi].reshape((-1, M * (hi - lo), C))
         s = bmm_nt(q, k3[:, :hi]).astype(st).reshape((-1, M, hi - lo, hi))
         p = ops.softmax(s * scale + bias[lo:hi, :hi], -1)
         return q, p.reshape((-1, M * (hi - lo), hi)).astype(ct)
 
-    def attn_fwd(h, ln, wq, wk, wv, wo, qn, kn, cos, sin, bias):
+    def attn_fwd(
+        h: Tensor,
+        ln: Tensor,
+        wq: Tensor,
+        wk: Tensor,
+        wv: Tensor,
+        wo: Tensor,
+        qn: Tensor,
+        kn: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        bias: Tensor,
+    ) -> tuple[Tensor, ...]:
         xn = rms_norm(h, ln, eps).astype(ct)
         q, k, v = nt(xn, wq), nt(xn, wk), nt(xn, wv)
         q5 = prepare(q, qn, H, cos, sin).reshape((-1, M, S, C))
@@ -108,7 +124,9 @@ def build_attention(dims: StageDims, dtype: str) -> dict[str, Callable[..., Any]
         o = flat(o5.reshape((-1, H, S, C)), H)
         return h + nt(o, wo).astype(st), q, k, v, o
 
-    def core_bwd(q5, k3, v3, o5, do5, bias):
+    def core_bwd(
+        q5: Tensor, k3: Tensor, v3: Tensor, o5: Tensor, do5: Tensor, bias: Tensor
+    ) -> tuple[Tensor, ...]:
         dqs = []
         dk, dv = ops.zeros_like(k3), ops.zeros_like(v3)
         for lo in starts:
@@ -129,7 +147,24 @@ def build_attention(dims: StageDims, dtype: str) -> dict[str, Callable[..., Any]
         dq = dqs[0] if len(dqs) == 1 else ops.concat(dqs, 2)
         return dq, dk, dv
 
-    def attn_bwd(h, ln, wq, wk, wv, wo, qn, kn, q, k, v, o, dh_mid, cos, sin, bias):
+    def attn_bwd(
+        h: Tensor,
+        ln: Tensor,
+        wq: Tensor,
+        wk: Tensor,
+        wv: Tensor,
+        wo: Tensor,
+        qn: Tensor,
+        kn: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        o: Tensor,
+        dh_mid: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        bias: Tensor,
+    ) -> tuple[Tensor, ...]:
         dy = dh_mid.astype(ct)
         do, dwo = nn(dy, wo), tn(dy, o)
         dq5, dk3, dv3 = core_bwd(

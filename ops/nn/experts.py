@@ -14,7 +14,7 @@ from typing import Any
 from mindspore import ops
 
 from ops.nn.dims import StageDims
-from ops.nn.primitives import jit, ms_dtype, nn, nt, stream_dtype, tn
+from ops.nn.primitives import Tensor, jit, ms_dtype, nn, nt, stream_dtype, tn
 
 
 def build_experts(dims: StageDims, dtype: str) -> dict[str, Callable[..., Any]]:
@@ -22,12 +22,24 @@ def build_experts(dims: StageDims, dtype: str) -> dict[str, Callable[..., Any]]:
     ct, st = ms_dtype(dtype), ms_dtype(stream_dtype(dtype))
     K = dims.num_experts_per_tok
 
-    def expert_fwd(xn, idx, wg, wu, wd):
+    def expert_fwd(
+        xn: Tensor, idx: Tensor, wg: Tensor, wu: Tensor, wd: Tensor
+    ) -> tuple[Tensor, ...]:
         x = ops.gather(xn, idx, 0)
         g, u = nt(x, wg), nt(x, wu)
         return nt(ops.sigmoid(g) * g * u, wd), g, u
 
-    def expert_bwd(xn, idx, g, u, w, dout, wg, wu, wd):
+    def expert_bwd(
+        xn: Tensor,
+        idx: Tensor,
+        g: Tensor,
+        u: Tensor,
+        w: Tensor,
+        dout: Tensor,
+        wg: Tensor,
+        wu: Tensor,
+        wd: Tensor,
+    ) -> tuple[Tensor, ...]:
         x = ops.gather(xn, idx, 0)
         dy = ops.gather(dout, idx, 0).astype(ct)
         w_N1 = w.astype(ct).reshape((-1, 1))
@@ -43,11 +55,13 @@ def build_experts(dims: StageDims, dtype: str) -> dict[str, Callable[..., Any]]:
         dx = nn(dg, wg) + nn(du, wu)
         return dx, dw, tn(dg, x).astype(st), tn(du, x).astype(st), dwd.astype(st)
 
-    def shared_fwd(xn, wg, wu, wd):
+    def shared_fwd(xn: Tensor, wg: Tensor, wu: Tensor, wd: Tensor) -> tuple[Tensor, ...]:
         g, u = nt(xn, wg), nt(xn, wu)
         return nt(ops.sigmoid(g) * g * u, wd), g, u
 
-    def shared_bwd(xn, g, u, dout, wg, wu, wd):
+    def shared_bwd(
+        xn: Tensor, g: Tensor, u: Tensor, dout: Tensor, wg: Tensor, wu: Tensor, wd: Tensor
+    ) -> tuple[Tensor, ...]:
         dy = dout.astype(ct)
         da = nn(dy, wd)
         s = ops.sigmoid(g)
@@ -58,24 +72,24 @@ def build_experts(dims: StageDims, dtype: str) -> dict[str, Callable[..., Any]]:
         dx = nn(dg, wg) + nn(du, wu)
         return dx, tn(dg, xn).astype(st), tn(du, xn).astype(st), dwd.astype(st)
 
-    def weighted_sum(out, y, pos, w):
+    def weighted_sum(out: Tensor, y: Tensor, pos: Tensor, w: Tensor) -> Tensor:
         for k in range(K):
             out = out + ops.gather(y, pos[:, k], 0).astype(st) * w[:, k : k + 1]
         return out
 
-    def combine(h_mid, y, pos, w):
+    def combine(h_mid: Tensor, y: Tensor, pos: Tensor, w: Tensor) -> Tensor:
         return weighted_sum(h_mid, y, pos, w)
 
-    def combine_shared(h_mid, y, pos, w, shared):
+    def combine_shared(h_mid: Tensor, y: Tensor, pos: Tensor, w: Tensor, shared: Tensor) -> Tensor:
         return weighted_sum(h_mid + shared.astype(st), y, pos, w)
 
-    def uncombine(dx, pos):
+    def uncombine(dx: Tensor, pos: Tensor) -> Tensor:
         out = ops.gather(dx, pos[:, 0], 0).astype(st)
         for k in range(1, K):
             out = out + ops.gather(dx, pos[:, k], 0).astype(st)
         return out
 
-    def uncombine_shared(dx, pos, dx_shared):
+    def uncombine_shared(dx: Tensor, pos: Tensor, dx_shared: Tensor) -> Tensor:
         return uncombine(dx, pos) + dx_shared.astype(st)
 
     functions = (expert_fwd, expert_bwd, shared_fwd, shared_bwd)

@@ -15,6 +15,7 @@ from mindspore import ops
 
 from ops.nn.dims import StageDims
 from ops.nn.primitives import (
+    Tensor,
     jit,
     ms_dtype,
     nn,
@@ -32,27 +33,27 @@ def build_head(dims: StageDims, dtype: str) -> dict[str, Callable[..., Any]]:
     ct, st = ms_dtype(dtype), ms_dtype(stream_dtype(dtype))
     eps = dims.rms_norm_eps
 
-    def locate(tokens, row0, rows):
+    def locate(tokens: Tensor, row0: Tensor, rows: int) -> tuple[Tensor, ...]:
         local = tokens - row0
         inside = ops.logical_and(local >= 0, local < rows)
         return ops.clamp(local, 0, rows - 1), inside.astype(st).reshape((-1, 1))
 
-    def embed_fwd(tokens, w, row0):
+    def embed_fwd(tokens: Tensor, w: Tensor, row0: Tensor) -> Tensor:
         row, inside = locate(tokens, row0, w.shape[0])
         return ops.gather(w, row, 0).astype(st) * inside
 
-    def embed_bwd(tokens, dx, row0, rows):
+    def embed_bwd(tokens: Tensor, dx: Tensor, row0: Tensor, rows: int) -> Tensor:
         row, inside = locate(tokens, row0, rows)
         return ops.unsorted_segment_sum(dx.astype(st) * inside, row, rows)
 
-    def final_norm_fwd(h, ln):
+    def final_norm_fwd(h: Tensor, ln: Tensor) -> Tensor:
         return rms_norm(h, ln, eps).astype(ct)
 
-    def final_norm_bwd(h, ln, dxn):
+    def final_norm_bwd(h: Tensor, ln: Tensor, dxn: Tensor) -> tuple[Tensor, ...]:
         dh, dln = rms_norm_dx(h, ln, dxn.astype(st), eps)
         return dh, sum_rows(dln)
 
-    def head_slice_fwd(xn, w, targets, row0):
+    def head_slice_fwd(xn: Tensor, w: Tensor, targets: Tensor, row0: Tensor) -> tuple[Tensor, ...]:
         logits = nt(xn.astype(st), w.astype(st))
         top = ops.amax(logits, -1, True)
         total = ops.sum(ops.exp(logits - top), -1)
@@ -60,7 +61,9 @@ def build_head(dims: StageDims, dtype: str) -> dict[str, Callable[..., Any]]:
         picked = ops.gather_elements(logits, 1, row.reshape((-1, 1))) * inside
         return top.reshape((-1,)), total, picked.reshape((-1,))
 
-    def head_slice_bwd(xn, w, targets, row0, lse, dscale):
+    def head_slice_bwd(
+        xn: Tensor, w: Tensor, targets: Tensor, row0: Tensor, lse: Tensor, dscale: Tensor
+    ) -> tuple[Tensor, ...]:
         x, w32 = xn.astype(st), w.astype(st)
         scale = dscale.reshape((-1, 1))
         p = ops.exp(nt(x, w32) - lse.reshape((-1, 1))) * scale

@@ -8,13 +8,17 @@ ones: the reduction kernel over the first axis is slow.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import mindspore as ms
 import numpy as np
 from mindspore import ops
+from mindspore.graph.api import _pynative_executor
 
-Tensor = ms.Tensor
+if TYPE_CHECKING:
+    Tensor = Any  # MindSpore's annotations are not usable by a checker
+else:
+    Tensor = ms.Tensor
 
 nn = ops.MatMul()  # a[m,k] b[k,n]
 nt = ops.MatMul(transpose_b=True)  # a[m,k] b[n,k]
@@ -46,6 +50,15 @@ def jit(fn: Callable[..., Any]) -> Callable[..., Any]:
     """Compile `fn` once per input shape; weights must be arguments (jit keeps captured ones)."""
     compiled: Callable[..., Any] = ms.jit(fn)
     return compiled
+
+
+def wait() -> None:
+    """Block until everything launched so far has been computed.
+
+    A jit call with one output blocks by itself, one with several outputs does not (measured).
+    `mindspore.runtime.synchronize` does the same but logs an error on CPU each time.
+    """
+    _pynative_executor.sync()
 
 
 def rms_scale(x_TD: Tensor, eps: float) -> Tensor:

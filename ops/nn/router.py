@@ -20,6 +20,7 @@ from mindspore import ops
 
 from ops.nn.dims import StageDims
 from ops.nn.primitives import (
+    Tensor,
     jit,
     ms_dtype,
     nn,
@@ -38,22 +39,22 @@ def build_router(dims: StageDims, dtype: str) -> dict[str, Callable[..., Any]]:
     S, E, K = dims.seq_len, dims.num_experts, dims.num_experts_per_tok
     eps, renormalise = dims.rms_norm_eps, dims.norm_topk_prob
 
-    def softmax_lse(logits):
+    def softmax_lse(logits: Tensor) -> tuple[Tensor, ...]:
         top = ops.amax(logits, -1, True)
         e = ops.exp(logits - top)
         total = ops.sum(e, -1, True)
         return e / total, top + ops.log(total)
 
-    def chosen_share(idx):  # f_BE, no gradient
+    def chosen_share(idx: Tensor) -> Tensor:  # f_BE, no gradient
         ones = ops.ones(idx.shape, st)
         hits = ops.tensor_scatter_elements(ops.zeros((idx.shape[0], E), st), idx, ones, 1)
         return ops.sum(hits.reshape((-1, S, E)), 1) / (S * K)
 
-    def router_fwd(h, ln, wr):
+    def router_fwd(h: Tensor, ln: Tensor, wr: Tensor) -> tuple[Tensor, ...]:
         xn = rms_norm(h, ln, eps)
         return xn.astype(ct), nt(xn, wr)
 
-    def router_weights(logits, idx):
+    def router_weights(logits: Tensor, idx: Tensor) -> tuple[Tensor, ...]:
         p, lse = softmax_lse(logits)
         w = ops.gather_elements(p, 1, idx)
         if renormalise:
@@ -62,7 +63,17 @@ def build_router(dims: StageDims, dtype: str) -> dict[str, Callable[..., Any]]:
         balance = ops.sum(chosen_share(idx) * mean_p) * E
         return w, balance, ops.sum(lse * lse) / S
 
-    def router_bwd(h, ln, wr, logits, idx, dxn, dw, d_balance, d_z):
+    def router_bwd(
+        h: Tensor,
+        ln: Tensor,
+        wr: Tensor,
+        logits: Tensor,
+        idx: Tensor,
+        dxn: Tensor,
+        dw: Tensor,
+        d_balance: Tensor,
+        d_z: Tensor,
+    ) -> tuple[Tensor, ...]:
         p, lse = softmax_lse(logits)
         if renormalise:
             raw = ops.gather_elements(p, 1, idx)

@@ -9,7 +9,7 @@ norms, router, losses and every weight gradient. Shape suffixes: see `ops/nn/dim
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import cache
 from typing import Any, NamedTuple
 
 import mindspore as ms
@@ -20,7 +20,7 @@ from ops.nn.attention import build_attention, causal_bias, rope_tables
 from ops.nn.dims import StageDims
 from ops.nn.experts import build_experts
 from ops.nn.head import build_head
-from ops.nn.primitives import Tensor, np_dtype, stream_dtype
+from ops.nn.primitives import Tensor, np_dtype, stream_dtype, wait
 from ops.nn.router import build_router
 
 COMPUTE_DTYPES = ("float32", "float16", "float64")
@@ -47,7 +47,7 @@ class AttnSaved(NamedTuple):
     o: Tensor
 
 
-@lru_cache(maxsize=None)
+@cache
 def _compiled(dims: StageDims, dtype: str) -> dict[str, Callable[..., Any]]:
     """Return the functions of (dims, dtype), kept for the process: jit caches by function."""
     return {
@@ -73,7 +73,7 @@ class Stages:
         self.dims = dims
         self.compute_dtype = compute_dtype
         self.stream_dtype = stream_dtype(compute_dtype)
-        self._call = _compiled(dims, compute_dtype)
+        self._functions = _compiled(dims, compute_dtype)
         cos, sin = rope_tables(dims, compute_dtype)
         self._tables = (ms.Tensor(cos), ms.Tensor(sin), ms.Tensor(causal_bias(dims, compute_dtype)))
         self._no_norm = ms.Tensor(np.zeros(1, np_dtype(self.stream_dtype)))
@@ -83,24 +83,24 @@ class Stages:
 
     def embed_fwd(self, tokens_T: Tensor, w_RD: Tensor, row0: int) -> Tensor:
         """Return x_TD st: rows of tokens in row0..row0+R, zeros for other tokens."""
-        return self._call["embed_fwd"](tokens_T, w_RD, self._int(row0))
+        return self._run("embed_fwd", tokens_T, w_RD, self._int(row0))
 
     def embed_bwd(self, tokens_T: Tensor, dx_TD: Tensor, row0: int, num_rows: int) -> Tensor:
         """Return dw_RD st, tokens added in their order."""
-        return self._call["embed_bwd"](tokens_T, dx_TD, self._int(row0), num_rows)
+        return self._run("embed_bwd", tokens_T, dx_TD, self._int(row0), num_rows)
 
     # ---- attention
 
     def attn_fwd(self, h_TD: Tensor, w: AttnWeights) -> tuple[Tensor, AttnSaved]:
         """Return h + attention(norm(h)), and the tensors saved for backward."""
-        h_mid, q, k, v, o = self._call["attn_fwd"](h_TD, *self._attn(w), *self._tables)
+        h_mid, q, k, v, o = self._run("attn_fwd", h_TD, *self._attn(w), *self._tables)
         return h_mid, AttnSaved(q, k, v, o)
 
     def attn_bwd(
         self, h_TD: Tensor, w: AttnWeights, saved: AttnSaved, dh_mid_TD: Tensor
     ) -> tuple[Tensor, AttnWeights]:
         """Return (dh_TD, gradients of each weight, st)."""
-        dh, *grads = self._call["attn_bwd"](h_TD, *self._attn(w), *saved, dh_mid_TD, *self._tables)
+        dh, *grads = self._run("attn_bwd", h_TD, *self._attn(w), *saved, dh_mid_TD, *self._tables)
         if not self.dims.qk_norm:
             grads[-2:] = [None, None]
         return dh, AttnWeights(*grads)
@@ -109,11 +109,11 @@ class Stages:
 
     def router_fwd(self, h_mid_TD: Tensor, ln_D: Tensor, wr_ED: Tensor) -> tuple[Tensor, Tensor]:
         """Return (xn_TD ct: the experts' input, logits_TE st)."""
-        return self._call["router_fwd"](h_mid_TD, ln_D, wr_ED)
+        return self._run("router_fwd", h_mid_TD, ln_D, wr_ED)
 
     def router_weights(self, logits_TE: Tensor, idx_TK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return (w_TK st, balance loss, z loss), losses summed over the sequences."""
-        return self._call["router_weights"](logits_TE, idx_TK)
+        return self._run("router_weights", logits_TE, idx_TK)
 
     def router_bwd(
         self,
@@ -132,7 +132,8 @@ class Stages:
         `dxn_TD` st is the experts' part, from `uncombine`; the router adds its own. `d_balance`
         and `d_z` are the gradients of the two summed losses.
         """
-        return self._call["router_bwd"](
+        return self._run(
+            "router_bwd",
             h_mid_TD,
             ln_D,
             wr_ED,
@@ -150,7 +151,7 @@ class Stages:
         self, xn_TD: Tensor, idx_N: Tensor, wg_FD: Tensor, wu_FD: Tensor, wd_DF: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return (y_ND, g_NF, u_NF) ct of the rows idx_N of xn."""
-        return self._call["expert_fwd"](xn_TD, idx_N, wg_FD, wu_FD, wd_DF)
+        return self._run("expert_fwd", xn_TD, idx_N, wg_FD, wu_FD, wd_DF)
 
     def expert_bwd(
         self,
@@ -165,13 +166,13 @@ class Stages:
         wd_DF: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """Return (dx_ND ct, dw_N st, dwg, dwu, dwd st); padded rows of dw_N mean nothing."""
-        return self._call["expert_bwd"](xn_TD, idx_N, g_NF, u_NF, w_N, dout_TD, wg_FD, wu_FD, wd_DF)
+        return self._run("expert_bwd", xn_TD, idx_N, g_NF, u_NF, w_N, dout_TD, wg_FD, wu_FD, wd_DF)
 
     def shared_fwd(
         self, xn_TD: Tensor, wg_FD: Tensor, wu_FD: Tensor, wd_DF: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return (y_TD, g_TF, u_TF) ct of an expert that sees every token, weight 1."""
-        return self._call["shared_fwd"](xn_TD, wg_FD, wu_FD, wd_DF)
+        return self._run("shared_fwd", xn_TD, wg_FD, wu_FD, wd_DF)
 
     def shared_bwd(
         self,
@@ -184,7 +185,7 @@ class Stages:
         wd_DF: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return (dx_TD ct, dwg, dwu, dwd st)."""
-        return self._call["shared_bwd"](xn_TD, g_TF, u_TF, dout_TD, wg_FD, wu_FD, wd_DF)
+        return self._run("shared_bwd", xn_TD, g_TF, u_TF, dout_TD, wg_FD, wu_FD, wd_DF)
 
     def combine(
         self,
@@ -196,32 +197,32 @@ class Stages:
     ) -> Tensor:
         """Return h_mid + shared + sum over k, in order, of w[t,k] * y[pos[t,k]], st."""
         if shared_TD is None:
-            return self._call["combine"](h_mid_TD, y_PD, pos_TK, w_TK)
-        return self._call["combine_shared"](h_mid_TD, y_PD, pos_TK, w_TK, shared_TD)
+            return self._run("combine", h_mid_TD, y_PD, pos_TK, w_TK)
+        return self._run("combine_shared", h_mid_TD, y_PD, pos_TK, w_TK, shared_TD)
 
     def uncombine(
         self, dx_PD: Tensor, pos_TK: Tensor, dx_shared_TD: Tensor | None = None
     ) -> Tensor:
         """Return dxn_TD st: the sum over k, in order, of dx[pos[t,k]], plus the shared part."""
         if dx_shared_TD is None:
-            return self._call["uncombine"](dx_PD, pos_TK)
-        return self._call["uncombine_shared"](dx_PD, pos_TK, dx_shared_TD)
+            return self._run("uncombine", dx_PD, pos_TK)
+        return self._run("uncombine_shared", dx_PD, pos_TK, dx_shared_TD)
 
     # ---- head
 
     def final_norm_fwd(self, h_TD: Tensor, ln_D: Tensor) -> Tensor:
         """Return xn_TD ct."""
-        return self._call["final_norm_fwd"](h_TD, ln_D)
+        return self._run("final_norm_fwd", h_TD, ln_D)
 
     def final_norm_bwd(self, h_TD: Tensor, ln_D: Tensor, dxn_TD: Tensor) -> tuple[Tensor, Tensor]:
         """Return (dh_TD, dln_D) st."""
-        return self._call["final_norm_bwd"](h_TD, ln_D, dxn_TD)
+        return self._run("final_norm_bwd", h_TD, ln_D, dxn_TD)
 
     def head_slice_fwd(
         self, xn_TD: Tensor, w_RD: Tensor, targets_T: Tensor, row0: int
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return (max_T, sumexp_T, target_logit_T) st of one slice; 0 for targets outside it."""
-        return self._call["head_slice_fwd"](xn_TD, w_RD, targets_T, self._int(row0))
+        return self._run("head_slice_fwd", xn_TD, w_RD, targets_T, self._int(row0))
 
     def head_slice_bwd(
         self,
@@ -233,11 +234,14 @@ class Stages:
         dscale_T: Tensor,
     ) -> tuple[Tensor, Tensor]:
         """Return (dxn_TD, dw_RD) st; dscale_T is the gradient of each token's loss."""
-        return self._call["head_slice_bwd"](
-            xn_TD, w_RD, targets_T, self._int(row0), lse_T, dscale_T
-        )
+        return self._run("head_slice_bwd", xn_TD, w_RD, targets_T, self._int(row0), lse_T, dscale_T)
 
     # ---- helpers
+
+    def _run(self, name: str, *args: Any) -> Any:
+        result = self._functions[name](*args)
+        wait()  # a jit call that returns a tuple comes back before it ran
+        return result
 
     def _attn(self, w: AttnWeights) -> Sequence[Tensor]:
         if (w.qn is not None) != self.dims.qk_norm:
@@ -259,7 +263,7 @@ class Stages:
 def merge_slices(
     slices: Sequence[tuple[np.ndarray, np.ndarray, np.ndarray]],
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return (lse_T, loss_T) of the slices' (max, sumexp, target logit), added in the order given."""
+    """Return (lse_T, loss_T) of (max, sumexp, target logit) of each slice, in the order given."""
     tops = np.stack([top for top, _, _ in slices])
     top_T = tops.max(axis=0)
     total_T = np.zeros_like(top_T)
