@@ -1,0 +1,74 @@
+# The targets of Headrace. `make train` and `make test` need Python 3.10, 3.11 or 3.12 with pip.
+#
+# PYTHON=...  the interpreter for the environment (default: the first suitable one found)
+# VENV=...    where the environment is made (default: .venv)
+
+PYTHON ?= python3
+VENV ?= .venv
+CONFIG ?= tiny-moe
+
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.headrace-setup
+BENCH_STAMP := $(VENV)/.headrace-bench
+BENCHMARKS := $(basename $(notdir $(sort $(wildcard benchmarks/bench_*.py))))
+
+SUITABLE := import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 12))
+
+.PHONY: help setup train test checks bench clean
+
+help:
+	@echo "make train   train the shipped model (about 3 minutes after installation)"
+	@echo "make test    run the tests"
+	@echo "make setup   make the environment $(VENV) alone"
+	@echo "make checks  formatting, lint, types, architecture"
+	@echo "make bench   measure beside peers; prints JSON lines"
+	@echo "make clean   remove the environment and caches"
+
+setup: $(STAMP)
+
+# The environment may be made without ensurepip (Debian packages it apart); pip then comes
+# from the pip that the interpreter already has.
+$(STAMP): pyproject.toml
+	@set -e; \
+	if ! { "$(BIN)/python" -c "$(SUITABLE)" && "$(BIN)/python" -m pip --version; } >/dev/null 2>&1; then \
+	    found=""; \
+	    for candidate in "$(PYTHON)" python3.12 python3.11 python3.10 python; do \
+	        if "$$candidate" -c "$(SUITABLE)" 2>/dev/null; then found="$$candidate"; break; fi; \
+	    done; \
+	    if [ -z "$$found" ]; then \
+	        echo "Headrace needs Python 3.10, 3.11 or 3.12, and none was found:" \
+	             "install one, or name it: make $(MAKECMDGOALS) PYTHON=/path/to/python3.11" >&2; \
+	        exit 2; \
+	    fi; \
+	    echo "making $(VENV) with $$("$$found" --version)"; \
+	    "$$found" -m venv --clear "$(VENV)" 2>/dev/null || { \
+	        "$$found" -m venv --clear --without-pip "$(VENV)"; \
+	        "$$found" -m pip --python "$(BIN)/python" install pip; }; \
+	fi; \
+	"$(BIN)/python" -m pip install --disable-pip-version-check -e ".[dev]"; \
+	touch "$@"
+
+train: setup
+	$(BIN)/headrace train $(CONFIG)
+
+test: setup
+	$(BIN)/python -m pytest tests -m "not long"
+
+checks: setup
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest tests/architecture
+
+# torch is the peer of some measurements; without it they are made without a peer.
+$(BENCH_STAMP): $(STAMP)
+	@"$(BIN)/python" -m pip install --disable-pip-version-check -e ".[bench]" >&2 \
+	    || echo "torch could not be installed; measuring without it" >&2
+	@touch "$@"
+
+bench: $(BENCH_STAMP)
+	@set -e; for name in $(BENCHMARKS); do $(BIN)/python -m benchmarks.$$name; done
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

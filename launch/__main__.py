@@ -1,0 +1,5 @@
+"""`python -m launch` is `headrace`."""
+
+from launch.cli import main
+
+main()

@@ -1,0 +1,155 @@
+"""The command line: `headrace train | plan | config | data`, also `python -m launch`.
+
+Commands import what they need when they run, so that `plan` and `config` work without MindSpore
+and `train` can check and set the environment first. A HeadraceError becomes one sentence on
+stderr and its exit code; with HEADRACE_TRACEBACK=1 the traceback follows.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import traceback
+from contextlib import closing
+from pathlib import Path
+from typing import Annotated, Optional
+
+import typer
+
+from launch.config import RunConfig, load_config
+from ops.errors import ConfigError, HeadraceError
+
+app = typer.Typer(
+    name="headrace",
+    help="Train Mixture-of-Experts Transformers larger than memory: device, host RAM and NVMe.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+ConfigArgument = Annotated[
+    str, typer.Argument(metavar="CONFIG", help="A YAML file or the name of a preset.")
+]
+SetOption = Annotated[
+    Optional[list[str]],  # noqa: UP045 - typer reads it at run time
+    typer.Option("--set", metavar="KEY=VALUE", help="Override one key; may be repeated."),
+]
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        from launch.environment import versions
+
+        typer.echo(f"headrace {versions().get('headrace', 'from a folder that is not installed')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show it.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def train(
+    source: ConfigArgument,
+    overrides: SetOption = None,
+    run_dir: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option("--run-dir", help="Folder of the run's files; default runs/NAME-TIME."),
+    ] = None,
+    steps: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option("--steps", min=1, help="Stop after so many steps; schedules are unchanged."),
+    ] = None,
+) -> None:
+    """Train a model. Exit: 0 done, 2 refused, 3 storage fault, 4 numeric alarm, 130 stopped."""
+    from launch import environment
+
+    config = load_config(source, overrides or ())
+    if steps is not None and steps > config.train.steps:
+        raise ConfigError(
+            f"--steps {steps} is more than train.steps = {config.train.steps}: it can only stop "
+            "earlier; use --set train.steps to train longer."
+        )
+    environment.prepare(config.runtime)
+    _train(config, run_dir, steps)
+
+
+def _train(config: RunConfig, run_dir: Path | None, steps: int | None) -> None:
+    from rich.console import Console
+
+    from launch.build import make_plan, run_training
+    from launch.plan import require_fit
+    from launch.progress import ConsoleObserver, Observers
+    from launch.report import REPORT_FILE, ReportWriter, prepare_run_dir
+    from launch.signals import stop_on_signals
+
+    require_fit(make_plan(config))
+    directory = prepare_run_dir(run_dir, config.name)
+    stop = threading.Event()
+    observer = Observers(
+        [
+            ReportWriter(directory, config),
+            ConsoleObserver(Console(), directory / REPORT_FILE),
+        ]
+    )
+    with stop_on_signals(stop), closing(observer):
+        run_training(config, directory, steps, observer, stop)
+
+
+@app.command()
+def plan(
+    source: ConfigArgument,
+    overrides: SetOption = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+) -> None:
+    """Show what each tier would hold and whether it fits. Exit: 0 it fits, 2 it does not."""
+    from rich.console import Console
+
+    from launch.build import make_plan
+    from launch.plan import plan_to_dict, render_plan
+    from launch.report import to_json
+
+    config = load_config(source, overrides or ())
+    memory_plan = make_plan(config)
+    if as_json:
+        typer.echo(to_json(plan_to_dict(config.name, memory_plan), indent=2))
+    else:
+        render_plan(config.name, memory_plan, Console())
+    if not memory_plan.fits:
+        raise typer.Exit(2)
+
+
+@app.command("config")
+def show_config(source: ConfigArgument, overrides: SetOption = None) -> None:
+    """Print every key with the value in force, as YAML that can be edited and trained."""
+    typer.echo(load_config(source, overrides or ()).to_yaml(), nl=False)
+
+
+@app.command(
+    "data",
+    add_help_option=False,
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+)
+def data(context: typer.Context) -> None:
+    """Make token files from text: see `headrace data prepare --help`."""
+    # Not mounted, because that would load NumPy before `train` could set its environment.
+    from launch.data_command import app as data_app
+
+    data_app(context.args, prog_name=context.command_path)
+
+
+def main() -> None:
+    """Run the command line and exit with the contract's status."""
+    try:
+        app()
+    except HeadraceError as error:
+        if os.environ.get("HEADRACE_TRACEBACK") == "1":
+            traceback.print_exc()
+        print(f"headrace: {' '.join(str(error).split())}", file=sys.stderr)
+        sys.exit(error.exit_code)

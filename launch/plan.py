@@ -1,0 +1,100 @@
+"""`headrace plan`: a memory plan as tables and as JSON, and the refusal of one that cannot fit.
+
+Presentation only; the arithmetic is in `offload/placement.py`. Works without MindSpore.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from offload.placement import MemoryPlan, Term
+from ops.errors import PlanError
+from ops.units import format_bytes
+
+
+def plan_to_dict(name: str, plan: MemoryPlan) -> dict[str, Any]:
+    """The plan as plain values, every size in bytes."""
+    return {
+        "name": name,
+        "fits": plan.fits,
+        "parameters": plan.parameters,
+        "state_bytes": plan.state_bytes,
+        "tiers": {
+            tier: {
+                "capacity_bytes": item.capacity_bytes,
+                "minimum_bytes": item.minimum_bytes,
+                "used_bytes": item.used_bytes,
+                "terms": _terms(item.terms),
+                "minimum_terms": _terms(item.minimum_terms),
+            }
+            for tier, item in plan.tiers.items()
+        },
+        "components": {name: dict(tiers) for name, tiers in plan.components.items()},
+        "problems": list(plan.problems),
+        "remedies": list(plan.remedies),
+    }
+
+
+def _terms(terms: tuple[Term, ...]) -> list[dict[str, Any]]:
+    return [{"name": term.name, "bytes": term.nbytes, "why": term.why} for term in terms]
+
+
+def require_fit(plan: MemoryPlan) -> None:
+    """Raise PlanError, with the arithmetic and what would make it fit, unless the plan fits."""
+    if not plan.fits:
+        raise PlanError(" ".join((*plan.problems, *plan.remedies)))
+
+
+def render_plan(name: str, plan: MemoryPlan, console: Console) -> None:
+    """Print components by tier, the terms of every tier's use and minimum, and the verdict."""
+    console.print(
+        f"{name}: {plan.parameters:,} parameters, {format_bytes(plan.state_bytes)} of state",
+        highlight=False,
+        markup=False,
+    )
+    console.print(_components_table(plan))
+    for tier in plan.tiers:
+        console.print(_terms_table(plan, tier))
+    for problem in plan.problems:
+        console.print(problem, style="red", markup=False, highlight=False, soft_wrap=True)
+    for remedy in plan.remedies:
+        console.print(remedy, markup=False, highlight=False, soft_wrap=True)
+    verdict = "The plan fits." if plan.fits else "The plan does not fit."
+    console.print(verdict, style="bold", highlight=False)
+
+
+def _components_table(plan: MemoryPlan) -> Table:
+    table = Table(title="bytes by component and tier", title_justify="left")
+    table.add_column("component")
+    for tier in plan.tiers:
+        table.add_column(tier, justify="right")
+    for component, per_tier in plan.components.items():
+        row = [_cell(per_tier.get(tier, 0)) for tier in plan.tiers]
+        table.add_row(component, *row)
+    table.add_section()
+    tiers = plan.tiers.values()
+    table.add_row("used", *(format_bytes(item.used_bytes) for item in tiers))
+    table.add_row("minimum", *(format_bytes(item.minimum_bytes) for item in tiers))
+    table.add_row("capacity", *(format_bytes(item.capacity_bytes) for item in tiers))
+    return table
+
+
+def _terms_table(plan: MemoryPlan, tier: str) -> Table:
+    item = plan.tiers[tier]
+    table = Table(title=f"{tier}: what it holds, and the least it needs", title_justify="left")
+    table.add_column("term")
+    table.add_column("bytes", justify="right")
+    table.add_column("why", overflow="fold")
+    for term in item.terms:
+        table.add_row(term.name, format_bytes(term.nbytes), term.why)
+    table.add_section()
+    for term in item.minimum_terms:
+        table.add_row(f"minimum: {term.name}", format_bytes(term.nbytes), term.why)
+    return table
+
+
+def _cell(nbytes: int) -> str:
+    return format_bytes(nbytes) if nbytes else "-"
