@@ -1,0 +1,238 @@
+"""The seam between the store and the operating system: one data file, whole transfers.
+
+`StorageFile` is the least a store needs; each of its transfers is one system call and may be short,
+so that tests put faults below the code that completes short transfers
+(`offload/testing_storage.py`). `read_fully` and `write_fully` complete them or raise a StorageError
+that names path, offset and both byte counts.
+
+Invariants: no file is opened or closed per transfer; nothing here retries an error.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import threading
+from collections.abc import Callable
+from typing import Protocol
+
+from ops.errors import StorageError
+from ops.units import round_up
+
+PREALLOCATE_STEP_BYTES = 256 << 20
+
+
+class StorageFile(Protocol):
+    """A file of bytes. Any thread may call, several at once; transfers block until done.
+
+    All methods but `path` raise OSError as the system call does.
+    """
+
+    @property
+    def path(self) -> str:
+        """Where the file is, for messages."""
+        ...
+
+    def pread_into(self, buffer: memoryview, offset: int) -> int:
+        """Read into `buffer` from byte `offset`; returns the bytes read, 0 at the file's end."""
+        ...
+
+    def pwrite_from(self, buffer: memoryview, offset: int) -> int:
+        """Write `buffer` at byte `offset`; returns the bytes written."""
+        ...
+
+    def sync(self) -> None:
+        """Return once all written data is durable (fdatasync)."""
+        ...
+
+    def truncate(self, nbytes: int) -> None:
+        """Make the file `nbytes` long; new bytes are zero and take no room yet."""
+        ...
+
+    def allocate(self, offset: int, nbytes: int) -> None:
+        """Reserve room on the disk for a range (fallocate)."""
+        ...
+
+    def close(self) -> None:
+        """Close the file; must be the last call."""
+        ...
+
+
+OpenFile = Callable[[str, bool], StorageFile]
+"""Opens (path, direct) for reading and writing, creating the file if needed."""
+
+
+class OsFile:
+    """A `StorageFile` of the operating system; its transfers release the interpreter lock."""
+
+    def __init__(self, path: str, direct: bool) -> None:
+        """Open or create `path`; with `direct`, past the page cache. Raises OSError."""
+        self._path = path
+        flags = os.O_RDWR | os.O_CREAT | (os.O_DIRECT if direct else 0)
+        self._fd = os.open(path, flags, 0o600)
+
+    @property
+    def path(self) -> str:
+        return self._path
+
+    def pread_into(self, buffer: memoryview, offset: int) -> int:
+        return os.preadv(self._fd, [buffer], offset)
+
+    def pwrite_from(self, buffer: memoryview, offset: int) -> int:
+        return os.pwritev(self._fd, [buffer], offset)
+
+    def sync(self) -> None:
+        os.fdatasync(self._fd)
+
+    def truncate(self, nbytes: int) -> None:
+        os.ftruncate(self._fd, nbytes)
+
+    def allocate(self, offset: int, nbytes: int) -> None:
+        # Not os.posix_fallocate: where the file system has none, glibc writes every block instead.
+        libc = ctypes.CDLL(None, use_errno=True)
+        done = libc.fallocate(self._fd, 0, ctypes.c_int64(offset), ctypes.c_int64(nbytes))
+        if done != 0:
+            code = ctypes.get_errno()
+            raise OSError(code, os.strerror(code), self._path)
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+def open_os_file(path: str, direct: bool) -> StorageFile:
+    """The production `OpenFile`."""
+    return OsFile(path, direct)
+
+
+def read_fully(
+    file: StorageFile,
+    buffer: memoryview,
+    offset: int,
+    *,
+    block: str | None = None,
+    io_alignment_bytes: int = 1,
+) -> None:
+    """Fill `buffer` from byte `offset`; blocks.
+
+    After a short read it goes on at the last aligned byte it has. Raises StorageError when the call
+    fails or the file ends too early.
+    """
+    _transfer_fully(file.pread_into, "read", file, buffer, offset, block, io_alignment_bytes)
+
+
+def write_fully(
+    file: StorageFile,
+    buffer: memoryview,
+    offset: int,
+    *,
+    block: str | None = None,
+    io_alignment_bytes: int = 1,
+) -> None:
+    """Write all of `buffer` at byte `offset`; blocks; raises StorageError as `read_fully` does."""
+    _transfer_fully(file.pwrite_from, "write", file, buffer, offset, block, io_alignment_bytes)
+
+
+def _transfer_fully(
+    call: Callable[[memoryview, int], int],
+    verb: str,
+    file: StorageFile,
+    buffer: memoryview,
+    offset: int,
+    block: str | None,
+    io_alignment_bytes: int,
+) -> None:
+    done_bytes = 0
+    while done_bytes < buffer.nbytes:
+        try:
+            moved_bytes = call(buffer[done_bytes:], offset + done_bytes)
+        except OSError as error:
+            raise transfer_error(
+                f"{verb} failed: {describe_os_error(error)}",
+                file.path,
+                offset,
+                block,
+                buffer.nbytes,
+                done_bytes,
+            ) from error
+        reached = done_bytes + moved_bytes
+        resume = reached - reached % io_alignment_bytes if reached < buffer.nbytes else reached
+        if resume <= done_bytes:
+            # No progress: the end of the file, or less than one unit of direct I/O.
+            reason = "file ends too early" if verb == "read" else "no progress"
+            raise transfer_error(
+                f"short {verb}: {reason}", file.path, offset, block, buffer.nbytes, reached
+            )
+        done_bytes = resume
+
+
+def transfer_error(
+    message: str, path: str, offset: int, block: str | None, wanted_bytes: int, done_bytes: int
+) -> StorageError:
+    """A StorageError that names everything about a transfer."""
+    return StorageError(
+        message,
+        path=path,
+        offset=offset,
+        block=block,
+        wanted_bytes=wanted_bytes,
+        done_bytes=done_bytes,
+    )
+
+
+def describe_os_error(error: OSError) -> str:
+    """`ENOSPC: No space left on device`."""
+    code = errno.errorcode.get(error.errno or 0, str(error.errno))
+    return f"{code}: {error.strerror}"
+
+
+class Preallocator:
+    """Reserves disk room in steps ahead of the writes, so that they neither extend nor fragment.
+
+    Any worker may call; it may block for one fallocate.
+    """
+
+    def __init__(self, file: StorageFile, start: int, end: int) -> None:
+        self._file = file
+        self._lock = threading.Lock()
+        self._reserved_to = start
+        self._end = end
+        self._supported = True
+
+    def ensure(self, end: int, block: str, offset: int, nbytes: int) -> None:
+        """Reserve room up to byte `end` of the file, for `nbytes` of `block` at `offset`.
+
+        Raises StorageError when the disk is full. A file system without fallocate is left alone:
+        there, the write itself reports a full disk.
+        """
+        if end <= self._reserved_to or not self._supported:
+            return
+        with self._lock:
+            start = self._reserved_to
+            if end <= start or not self._supported:
+                return
+            target = min(round_up(end, PREALLOCATE_STEP_BYTES), self._end)
+            try:
+                self._reserve(start, target, end)
+            except OSError as error:
+                if error.errno in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL):
+                    self._supported = False
+                    return
+                raise transfer_error(
+                    f"cannot reserve disk space: {describe_os_error(error)}",
+                    self._file.path,
+                    offset,
+                    block,
+                    nbytes,
+                    0,
+                ) from error
+
+    def _reserve(self, start: int, target: int, needed: int) -> None:
+        try:
+            self._file.allocate(start, target - start)
+        except OSError as error:
+            if error.errno != errno.ENOSPC or needed == target:
+                raise
+            target = needed  # the step does not fit, the block itself may
+            self._file.allocate(start, target - start)
+        self._reserved_to = target

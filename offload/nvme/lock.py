@@ -1,0 +1,163 @@
+"""One live owner per store directory: `owner.lock`.
+
+The file holds JSON (host, boot id, pid, start of the process) and is locked with flock for as long
+as the owner lives, so the lock of a killed process is free at once. What the file says decides
+where flock cannot: on file systems without it, and between hosts that do not share locks.
+
+A lock that was left behind is taken over when its owner is known to be dead: flock shows it on this
+boot of this machine, a new boot id on this host, or the process table. A lock of another host is
+never taken over; the message says what to do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import socket
+from dataclasses import asdict, dataclass
+
+from ops.errors import ConfigError
+
+LOCK_FILE_NAME = "owner.lock"
+_LOCK_BYTES_MAX = 4096
+
+
+@dataclass(frozen=True)
+class Owner:
+    """Who holds a directory. `process_start_ticks` tells two processes of one pid apart."""
+
+    host: str
+    boot_id: str
+    pid: int
+    process_start_ticks: int
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on host {self.host}"
+
+
+def this_process() -> Owner:
+    """The calling process as an owner."""
+    pid = os.getpid()
+    return Owner(socket.gethostname(), _boot_id(), pid, _process_start_ticks(pid) or 0)
+
+
+class OwnerLock:
+    """The held lock of a directory; `release` gives it up."""
+
+    def __init__(self, path: str, fd: int, previous: Owner | None) -> None:
+        self.path = path
+        self.previous = previous
+        self._fd = fd
+
+    @classmethod
+    def acquire(cls, directory: str) -> OwnerLock:
+        """Take the lock of `directory`, or raise ConfigError that says who holds it.
+
+        `previous` of the result is the dead owner whose lock was taken over, if any. Raises OSError
+        when the lock file cannot be made. Does not wait for the holder.
+        """
+        path = os.path.join(directory, LOCK_FILE_NAME)
+        while True:
+            fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+            try:
+                locked_here = _try_flock(fd, path)
+                if locked_here and not _same_file(fd, path):
+                    continue  # a clean close deleted it between our open and our flock
+                previous = _read_owner(fd)
+                if previous is not None and not _is_dead(previous, locked_here):
+                    raise ConfigError(_refusal(path, previous))
+                _write_owner(fd, this_process())
+                lock, fd = cls(path, fd, previous), -1
+                return lock
+            finally:
+                if fd >= 0:
+                    os.close(fd)
+
+    def release(self, delete: bool = False) -> None:
+        """Mark the directory as cleanly left, or delete the lock file; again: nothing."""
+        if self._fd < 0:
+            return
+        with contextlib.suppress(OSError):  # a full or broken disk must not keep us from leaving
+            if delete:
+                os.unlink(self.path)
+            else:
+                os.ftruncate(self._fd, 0)
+        os.close(self._fd)
+        self._fd = -1
+
+
+def _try_flock(fd: int, path: str) -> bool:
+    """True when the lock is ours, False where flock does not exist; ConfigError when it is held."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+            raise ConfigError(_refusal(path, _read_owner(fd))) from None
+        if error.errno in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL):
+            return False
+        raise
+    return True
+
+
+def _same_file(fd: int, path: str) -> bool:
+    try:
+        return os.path.samestat(os.fstat(fd), os.stat(path))
+    except FileNotFoundError:
+        return False
+
+
+def _refusal(path: str, owner: Owner | None) -> str:
+    holder = "another process" if owner is None else str(owner)
+    return (
+        f"offload.nvme.path: {os.path.dirname(path)} is in use by {holder}; stop that job or "
+        f"choose another path (if that job is certainly gone, delete {path})"
+    )
+
+
+def _is_dead(owner: Owner, locked_here: bool) -> bool:
+    if owner.boot_id == _boot_id():
+        if locked_here:
+            return True  # the kernel that ran the owner has dropped its flock
+        return _process_start_ticks(owner.pid) != owner.process_start_ticks
+    return owner.host == socket.gethostname()  # this machine has rebooted since
+
+
+def _read_owner(fd: int) -> Owner | None:
+    """The owner the file names; None when it was left cleanly or holds no owner (torn write)."""
+    try:
+        fields = json.loads(os.pread(fd, _LOCK_BYTES_MAX, 0))
+        return Owner(
+            host=str(fields["host"]),
+            boot_id=str(fields["boot_id"]),
+            pid=int(fields["pid"]),
+            process_start_ticks=int(fields["process_start_ticks"]),
+        )
+    except (ValueError, TypeError, KeyError):
+        return None
+
+
+def _write_owner(fd: int, owner: Owner) -> None:
+    os.ftruncate(fd, 0)
+    os.pwrite(fd, json.dumps(asdict(owner)).encode(), 0)
+    os.fsync(fd)
+
+
+def _boot_id() -> str:
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            return file.read().strip()
+    except OSError:
+        return "unknown"
+
+
+def _process_start_ticks(pid: int) -> int | None:
+    """Clock ticks from boot to the start of process `pid`; None when there is none."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+            # The command name, in parentheses, may hold spaces: count fields behind it.
+            return int(file.read().rpartition(")")[2].split()[19])
+    except (OSError, ValueError, IndexError):
+        return None

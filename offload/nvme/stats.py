@@ -1,0 +1,55 @@
+"""What the store has moved and holds: exact byte counts per cause.
+
+Payload (logical bytes of blocks) and padding (bytes moved only because direct I/O moves whole
+units) are counted apart; their sum is what went to and came from the drive. Requests that failed
+are not counted. The store's lock serialises `count`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+CAUSES = ("update", "weight", "replay", "wrong_guess", "spill", "commit")
+
+
+def _zeros() -> dict[str, int]:
+    return dict.fromkeys(CAUSES, 0)
+
+
+@dataclass
+class LaneStats:
+    """One direction: bytes by cause, padding by cause, requests (system calls may be more)."""
+
+    payload_bytes: dict[str, int] = field(default_factory=_zeros)
+    padding_bytes: dict[str, int] = field(default_factory=_zeros)
+    num_requests: int = 0
+
+    @property
+    def total_bytes(self) -> int:
+        """Payload and padding of all causes."""
+        return sum(self.payload_bytes.values()) + sum(self.padding_bytes.values())
+
+    def count(self, cause: str, payload_bytes: int, padding_bytes: int) -> None:
+        """Add one finished request."""
+        self.payload_bytes[cause] += payload_bytes
+        self.padding_bytes[cause] += padding_bytes
+        self.num_requests += 1
+
+    def copy(self) -> LaneStats:
+        """A snapshot that later counts do not change."""
+        return LaneStats(dict(self.payload_bytes), dict(self.padding_bytes), self.num_requests)
+
+
+@dataclass(frozen=True)
+class StoreStats:
+    """One moment of a store. `used_bytes` includes padding and versions still pinned."""
+
+    read: LaneStats
+    written: LaneStats
+    used_bytes: int
+    used_bytes_max: int
+    capacity_bytes: int
+    num_blocks: int
+    num_transfers: int
+    num_transfers_max: int
+    bounce_buffer_bytes: int

@@ -1,0 +1,102 @@
+"""Which extent holds which block, and who still needs it: shadow paging in memory.
+
+Every write of a block takes a fresh extent; the table entry switches when the write is whole. An
+extent is counted ("pinned") by the table or the write that fills it, by every read in flight and by
+every retained snapshot, and goes back to the allocator when the last of them lets go.
+
+Pure bookkeeping: no I/O, no threads. The store's lock serialises calls.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from offload.nvme.extents import Extent, ExtentAllocator
+from ops.checksum import empty_checksums
+
+
+@dataclass(slots=True, eq=False)
+class StoredBlock:
+    """One version of a block on the disk.
+
+    `nbytes` is its logical length, without padding; `extent.nbytes` is the room it takes.
+    `checksums` has one xxh3-64 per chunk of the logical bytes.
+    """
+
+    extent: Extent
+    nbytes: int
+    checksums: array[int]
+    pins: int = 1
+
+
+class RetainedBlocks:
+    """The blocks of one moment, whose extents stay untouched until `BlockTable.release`."""
+
+    def __init__(self, blocks: dict[str, StoredBlock]) -> None:
+        self.blocks: Mapping[str, StoredBlock] = MappingProxyType(blocks)
+        self.released = False
+
+
+class BlockTable:
+    """Names to stored blocks, over one allocator."""
+
+    def __init__(self, allocator: ExtentAllocator) -> None:
+        self.allocator = allocator
+        self._blocks: dict[str, StoredBlock] = {}
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def get(self, block: str) -> StoredBlock | None:
+        """The current version of `block`, or None."""
+        return self._blocks.get(block)
+
+    def reserve(self, nbytes: int) -> StoredBlock | None:
+        """A fresh, unnamed version with one pin, or None (and no change) when it does not fit."""
+        extent = self.allocator.allocate(nbytes)
+        if extent is None:
+            return None
+        return StoredBlock(extent, nbytes, empty_checksums(nbytes))
+
+    def publish(self, block: str, stored: StoredBlock) -> None:
+        """Make `stored` the version of `block`, taking over its writer's pin; unpin the old one."""
+        old = self._blocks.get(block)
+        self._blocks[block] = stored
+        if old is not None:
+            self.unpin(old)
+
+    def remove(self, block: str) -> None:
+        """Forget `block`, if there is one; its extent is freed once nobody needs it."""
+        stored = self._blocks.pop(block, None)
+        if stored is not None:
+            self.unpin(stored)
+
+    def pin(self, stored: StoredBlock) -> None:
+        """Keep the extent of `stored` until the matching `unpin`."""
+        assert stored.pins > 0
+        stored.pins += 1
+
+    def unpin(self, stored: StoredBlock) -> None:
+        """Undo one pin; the last one frees the extent."""
+        assert stored.pins > 0
+        stored.pins -= 1
+        if stored.pins == 0:
+            self.allocator.free(stored.extent)
+
+    def retain(self) -> RetainedBlocks:
+        """Pin every current block; O(number of blocks)."""
+        retained = RetainedBlocks(dict(self._blocks))
+        for stored in retained.blocks.values():
+            self.pin(stored)
+        return retained
+
+    def release(self, retained: RetainedBlocks) -> None:
+        """Unpin what `retained` pinned; a second release does nothing."""
+        if retained.released:
+            return
+        retained.released = True
+        for stored in retained.blocks.values():
+            self.unpin(stored)

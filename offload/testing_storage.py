@@ -1,0 +1,228 @@
+"""Faulty and watchful storage for tests, behind the seam of `offload/nvme/files.py`.
+
+`FaultyFile` wraps a real file and fails, shortens, flips or delays chosen operations;
+`AlignmentFile` refuses what a drive with large sectors would; `SparseFile` keeps no data, so that
+offsets beyond 4 GiB cost nothing. Deterministic: no clock, no random numbers, no sleeping.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from offload.nvme.aligned import address_of
+from offload.nvme.files import OpenFile, StorageFile, open_os_file
+
+Kind = Literal["error", "short", "flip", "gate"]
+Verb = Literal["read", "write", "sync", "allocate"]
+
+
+@dataclass
+class Fault:
+    """One fault, at the `at_op`-th call of `verb` (from 0), or at the call that reaches `at_byte`.
+
+    `at_byte` counts the bytes moved by `verb` so far. What happens there:
+    `error`: raises OSError(`code`); with `at_byte`, the bytes before it are moved first by a short
+    transfer and the next call raises. From then on every call of `verb` raises (a disk stays full).
+    `short`: moves only half of the call, or the bytes before `at_byte`; later calls are whole.
+    `flip`: inverts one bit of the byte at `at_byte` (or the first of the call), read or written.
+    `gate`: calls `gate` (an event's `wait`, a barrier) before the call goes through.
+    """
+
+    kind: Kind
+    verb: Verb
+    at_op: int | None = None
+    at_byte: int | None = None
+    code: int = errno.EIO
+    gate: Callable[[], object] | None = None
+    num_hits: int = 0
+
+
+class FaultyFile:
+    """A `StorageFile` with faults; also counts the calls and bytes of each verb. Thread-safe."""
+
+    def __init__(self, inner: StorageFile, faults: list[Fault]) -> None:
+        self.inner = inner
+        self.faults = faults
+        self.num_calls: dict[str, int] = dict.fromkeys(("read", "write", "sync", "allocate"), 0)
+        self.num_bytes: dict[str, int] = dict.fromkeys(self.num_calls, 0)
+        self.ranges: list[tuple[str, int, int]] = []  # (verb, offset, bytes moved), in call order
+        self._lock = threading.Lock()
+
+    @property
+    def path(self) -> str:
+        return self.inner.path
+
+    def pread_into(self, buffer: memoryview, offset: int) -> int:
+        wanted_bytes, flip_at = self._before("read", buffer.nbytes, offset)
+        moved_bytes = self.inner.pread_into(buffer[:wanted_bytes], offset)
+        if flip_at is not None and flip_at < moved_bytes:
+            buffer[flip_at] ^= 1
+        return moved_bytes
+
+    def pwrite_from(self, buffer: memoryview, offset: int) -> int:
+        wanted_bytes, flip_at = self._before("write", buffer.nbytes, offset)
+        if flip_at is None:
+            return self.inner.pwrite_from(buffer[:wanted_bytes], offset)
+        buffer[flip_at] ^= 1  # the caller's bytes are right again before anybody looks
+        try:
+            return self.inner.pwrite_from(buffer[:wanted_bytes], offset)
+        finally:
+            buffer[flip_at] ^= 1
+
+    def sync(self) -> None:
+        self._before("sync", 0, 0)
+        self.inner.sync()
+
+    def truncate(self, nbytes: int) -> None:
+        self.inner.truncate(nbytes)
+
+    def allocate(self, offset: int, nbytes: int) -> None:
+        self._before("allocate", nbytes, offset)
+        self.inner.allocate(offset, nbytes)
+
+    def close(self) -> None:
+        self.inner.close()
+
+    def _before(self, verb: Verb, nbytes: int, offset: int) -> tuple[int, int | None]:
+        """How many bytes of the call may go through, and which of them to flip."""
+        gates: list[Callable[[], object]] = []
+        flip_at = None
+        with self._lock:
+            op, start = self.num_calls[verb], self.num_bytes[verb]
+            self.num_calls[verb] += 1
+            for fault in self.faults:
+                if fault.verb != verb or not _hits(fault, op, start, nbytes):
+                    continue
+                before = 0 if fault.at_byte is None else max(0, fault.at_byte - start)
+                if fault.kind == "gate" and fault.gate is not None:
+                    gates.append(fault.gate)
+                elif fault.kind == "flip":
+                    flip_at = before
+                elif fault.kind == "short":
+                    nbytes = nbytes // 2 if fault.at_byte is None else before
+                elif before == 0:
+                    fault.num_hits += 1
+                    raise OSError(fault.code, os.strerror(fault.code), self.path)
+                else:
+                    nbytes = before
+                fault.num_hits += 1
+            self.num_bytes[verb] += nbytes
+            self.ranges.append((verb, offset, nbytes))
+        for gate in gates:
+            gate()
+        return nbytes, flip_at
+
+
+def _hits(fault: Fault, op: int, start: int, nbytes: int) -> bool:
+    if fault.kind == "error":  # sticky
+        if fault.at_byte is not None:
+            return start + nbytes > fault.at_byte
+        return op >= (fault.at_op or 0)
+    if fault.at_byte is not None:
+        if fault.kind == "short" and fault.at_byte == start:
+            return False  # it was shortened just before
+        return start <= fault.at_byte < start + nbytes
+    return op == (fault.at_op or 0)
+
+
+class AlignmentFile:
+    """A `StorageFile` on sectors of `alignment_bytes`: EINVAL for all else, as a drive does.
+
+    Checks offset, length and memory address of every transfer.
+    """
+
+    def __init__(self, inner: StorageFile, alignment_bytes: int) -> None:
+        self.inner = inner
+        self.alignment_bytes = alignment_bytes
+        self.num_checked = 0
+
+    @property
+    def path(self) -> str:
+        return self.inner.path
+
+    def pread_into(self, buffer: memoryview, offset: int) -> int:
+        self._check(buffer, offset)
+        return self.inner.pread_into(buffer, offset)
+
+    def pwrite_from(self, buffer: memoryview, offset: int) -> int:
+        self._check(buffer, offset)
+        return self.inner.pwrite_from(buffer, offset)
+
+    def sync(self) -> None:
+        self.inner.sync()
+
+    def truncate(self, nbytes: int) -> None:
+        self.inner.truncate(nbytes)
+
+    def allocate(self, offset: int, nbytes: int) -> None:
+        self.inner.allocate(offset, nbytes)
+
+    def close(self) -> None:
+        self.inner.close()
+
+    def _check(self, buffer: memoryview, offset: int) -> None:
+        self.num_checked += 1
+        for value in (offset, buffer.nbytes, address_of(buffer)):
+            if value % self.alignment_bytes:
+                raise OSError(errno.EINVAL, f"{value} is not aligned to {self.alignment_bytes}")
+
+
+class SparseFile:
+    """A `StorageFile` that remembers ranges and forgets data; reads give zeros.
+
+    With `touch` off a read leaves the buffer as it is, so that huge zeroed buffers stay unmapped.
+    """
+
+    def __init__(self, path: str, touch: bool = True) -> None:
+        self._path = path
+        self._touch = touch
+        self._lock = threading.Lock()
+        self.ranges: list[tuple[str, int, int]] = []
+
+    @property
+    def path(self) -> str:
+        return self._path
+
+    def pread_into(self, buffer: memoryview, offset: int) -> int:
+        with self._lock:
+            self.ranges.append(("read", offset, buffer.nbytes))
+        if self._touch:
+            np.frombuffer(buffer, np.uint8)[:] = 0
+        return buffer.nbytes
+
+    def pwrite_from(self, buffer: memoryview, offset: int) -> int:
+        with self._lock:
+            self.ranges.append(("write", offset, buffer.nbytes))
+        return buffer.nbytes
+
+    def sync(self) -> None:
+        pass
+
+    def truncate(self, nbytes: int) -> None:
+        pass
+
+    def allocate(self, offset: int, nbytes: int) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class FaultyStorage:
+    """An `OpenFile` that puts `faults` over the real file; `file` is the one it opened last."""
+
+    def __init__(self, *faults: Fault, open_file: OpenFile = open_os_file) -> None:
+        self.faults = list(faults)
+        self.file: FaultyFile
+        self._open_file = open_file
+
+    def __call__(self, path: str, direct: bool) -> StorageFile:
+        self.file = FaultyFile(self._open_file(path, direct), self.faults)
+        return self.file
