@@ -15,9 +15,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
+import numpy.typing as npt
 
-from offload.nvme.aligned import address_of
+from offload.nvme.aligned import ALIGNMENT_BYTES_MIN, AccessMode, address_of, aligned_buffer
 from offload.nvme.files import OpenFile, StorageFile, open_os_file
+
+BUFFERED = AccessMode(direct=False, alignment_bytes=ALIGNMENT_BYTES_MIN, reason="test")
+"""Access through the page cache, so that faults strike at exact bytes."""
 
 Kind = Literal["error", "short", "flip", "gate"]
 Verb = Literal["read", "write", "sync", "allocate"]
@@ -47,8 +51,10 @@ class Fault:
 class FaultyFile:
     """A `StorageFile` with faults; also counts the calls and bytes of each verb. Thread-safe."""
 
-    def __init__(self, inner: StorageFile, faults: list[Fault]) -> None:
+    def __init__(self, inner: StorageFile, faults: list[Fault], unit_bytes: int = 1) -> None:
+        """Faults at byte k take effect at the last multiple of `unit_bytes` before it."""
         self.inner = inner
+        self._unit_bytes = unit_bytes
         self.faults = faults
         self.num_calls: dict[str, int] = dict.fromkeys(("read", "write", "sync", "allocate"), 0)
         self.num_bytes: dict[str, int] = dict.fromkeys(self.num_calls, 0)
@@ -106,18 +112,21 @@ class FaultyFile:
                 elif fault.kind == "flip":
                     flip_at = before
                 elif fault.kind == "short":
-                    nbytes = nbytes // 2 if fault.at_byte is None else before
-                elif before == 0:
+                    nbytes = self._down(nbytes // 2 if fault.at_byte is None else before)
+                elif self._down(before) == 0:
                     fault.num_hits += 1
                     raise OSError(fault.code, os.strerror(fault.code), self.path)
                 else:
-                    nbytes = before
+                    nbytes = self._down(before)
                 fault.num_hits += 1
             self.num_bytes[verb] += nbytes
             self.ranges.append((verb, offset, nbytes))
         for gate in gates:
             gate()
         return nbytes, flip_at
+
+    def _down(self, nbytes: int) -> int:
+        return nbytes - nbytes % self._unit_bytes
 
 
 def _hits(fault: Fault, op: int, start: int, nbytes: int) -> bool:
@@ -224,5 +233,17 @@ class FaultyStorage:
         self._open_file = open_file
 
     def __call__(self, path: str, direct: bool) -> StorageFile:
-        self.file = FaultyFile(self._open_file(path, direct), self.faults)
+        unit_bytes = ALIGNMENT_BYTES_MIN if direct else 1
+        self.file = FaultyFile(self._open_file(path, direct), self.faults, unit_bytes)
         return self.file
+
+
+def filled_buffer(
+    nbytes: int, seed: int = 0, *, padded_bytes: int | None = None, skew_bytes: int = 0
+) -> npt.NDArray[np.uint8]:
+    """Random bytes, uint8 [padded_bytes or nbytes], at an aligned address plus `skew_bytes`."""
+    length_bytes = nbytes if padded_bytes is None else padded_bytes
+    buffer = aligned_buffer(length_bytes + skew_bytes, ALIGNMENT_BYTES_MIN)[skew_bytes:]
+    generator = np.random.default_rng([seed, nbytes])
+    buffer[:nbytes] = np.frombuffer(generator.bytes(nbytes), np.uint8)
+    return buffer

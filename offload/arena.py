@@ -1,0 +1,99 @@
+"""One aligned piece of memory per tier, taken at start-up; buffers are ranges of it.
+
+Invariants: the sum of live buffers never exceeds the capacity; a buffer is owned by exactly one
+party until freed; nothing outside the arena grows in a step. Thread-safe; nothing here blocks.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import threading
+
+import numpy as np
+
+from offload.nvme.extents import Extent, ExtentAllocator
+from ops.units import format_bytes, round_up
+
+ALIGN_BYTES = 4096
+_log = logging.getLogger(__name__)
+
+
+class Buffer:
+    """A range of an arena: `array` is a uint8 view of `nbytes` bytes, page-aligned."""
+
+    __slots__ = ("array", "extent", "nbytes")
+
+    def __init__(self, extent: Extent, array: np.ndarray) -> None:
+        self.extent = extent
+        self.array = array
+        self.nbytes = extent.nbytes
+
+    def view(self, dtype: str, offset: int, count: int) -> np.ndarray:
+        """`count` elements of NumPy `dtype` that start `offset` bytes into the buffer."""
+        item = np.dtype(dtype).itemsize
+        return self.array[offset : offset + count * item].view(dtype)
+
+    def slice(self, offset: int, nbytes: int) -> Buffer:
+        """A borrowed part of this buffer; only the whole may be freed."""
+        part = Extent(self.extent.offset + offset, nbytes)
+        return Buffer(part, self.array[offset : offset + nbytes])
+
+
+class Arena:
+    """`capacity_bytes` of anonymous memory handed out in page-aligned buffers."""
+
+    def __init__(self, name: str, capacity_bytes: int) -> None:
+        """Map the memory (pages are touched on first use); raises OSError when that fails."""
+        self.name = name
+        self.capacity_bytes = capacity_bytes
+        usable = capacity_bytes // ALIGN_BYTES * ALIGN_BYTES
+        self._allocator = ExtentAllocator(usable, ALIGN_BYTES)
+        self._lock = threading.Lock()
+        self._memory = mmap.mmap(-1, max(usable, ALIGN_BYTES))
+        try:
+            self._memory.madvise(mmap.MADV_HUGEPAGE)
+        except (AttributeError, OSError, ValueError) as error:
+            _log.info("%s arena of %s without huge pages: %s", name, format_bytes(usable), error)
+        self._bytes = np.frombuffer(self._memory, np.uint8)
+
+    def allocate(self, nbytes: int) -> Buffer | None:
+        """A buffer of at least `nbytes` bytes (rounded up to pages), or None, changing nothing."""
+        if nbytes < 1:
+            raise ValueError(f"a buffer of {nbytes} bytes")
+        with self._lock:
+            extent = self._allocator.allocate(round_up(nbytes, ALIGN_BYTES))
+        if extent is None:
+            return None
+        end = extent.offset + extent.nbytes
+        return Buffer(extent, self._bytes[extent.offset : end])
+
+    def require(self, nbytes: int, what: str) -> Buffer:
+        """A buffer the plan has promised; MemoryError names `what` if the plan was wrong."""
+        buffer = self.allocate(nbytes)
+        if buffer is None:
+            raise MemoryError(
+                f"{self.name} arena: no {nbytes} bytes for {what} "
+                f"({self.used_bytes} of {self.capacity_bytes} used)"
+            )
+        return buffer
+
+    def free(self, buffer: Buffer) -> None:
+        """Give a whole buffer back; ValueError when it is not live (a double free)."""
+        with self._lock:
+            self._allocator.free(buffer.extent)
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes in live buffers."""
+        return self._allocator.used_bytes
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes that were ever live at once."""
+        return self._allocator.used_bytes_max
+
+    @property
+    def num_buffers(self) -> int:
+        """Live buffers."""
+        return self._allocator.num_extents

@@ -1,0 +1,42 @@
+"""What every optimizer step did to parameters without gradient, kept until everybody has caught up.
+
+A step's entry is (number, learning rate); weight decay is constant per tensor, so the scalars of a
+missed step can be made again, bit for bit. Steps skipped for overflow are not steps and have no
+entry. Pure.
+"""
+
+from __future__ import annotations
+
+from ops.kernels.adamw import AdamW
+from ops.kernels.arrays import F32
+
+
+class Ledger:
+    """Learning rates of the optimizer steps that some unit may still have to replay."""
+
+    def __init__(self, adamw: AdamW) -> None:
+        self._adamw = adamw
+        self._rates: dict[int, float] = {}
+        self.step = 0
+
+    def add(self, learning_rate: float) -> int:
+        """Enter the next step; returns its number (the first is 1)."""
+        self.step += 1
+        self._rates[self.step] = learning_rate
+        return self.step
+
+    def table(self, after: int, until: int, weight_decay: float) -> F32:
+        """Scalars [until - after, 7] of the steps after `after` up to and with `until`."""
+        return self._adamw.table(
+            (step, self._rates[step], weight_decay) for step in range(after + 1, until + 1)
+        )
+
+    def prune(self, oldest_synced: int) -> None:
+        """Forget the steps that every unit has applied; O(steps forgotten)."""
+        for step in sorted(self._rates):
+            if step > oldest_synced:
+                break
+            del self._rates[step]
+
+    def __len__(self) -> int:
+        return len(self._rates)

@@ -1,0 +1,33 @@
+"""Dynamic loss scaling (Micikevicius et al. 2018, "Mixed Precision Training", section 3.2). Pure."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from offload.config import LossScaleConfig
+
+
+class LossScaler:
+    """A power of two: halved when gradients overflow, doubled after enough good steps."""
+
+    def __init__(self, config: LossScaleConfig, enabled: bool) -> None:
+        self._config = replace(config)
+        self.enabled = enabled
+        self.scale = config.initial if enabled else 1.0
+        self.good_steps = 0
+
+    def update(self, finite: bool) -> bool:
+        """Enter a step's outcome; returns False when the scale cannot be lowered any more."""
+        if not self.enabled:
+            return finite
+        if finite:
+            self.good_steps += 1
+            if self.good_steps == self._config.growth_interval:
+                self.scale *= 2.0
+                self.good_steps = 0
+            return True
+        self.good_steps = 0
+        if self.scale <= self._config.minimum:
+            return False
+        self.scale /= 2.0
+        return True

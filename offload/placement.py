@@ -1,0 +1,341 @@
+"""Where every block lives, and whether the budgets carry it: pure arithmetic, no I/O.
+
+Bytes on the host, in order of claim (each is a term of the plan):
+
+    activations, accumulators     fixed by model and batch
+    gradients                     unspilled ones for a whole step; spilled ones pass two slots
+    demand                        two update sets (double buffering at the smallest budget) and the
+                                  largest lease, so that nobody ever waits in a circle
+    stream                        read-ahead and write-behind of the rest
+    homes                         blocks that stay: weights first (moved three times a step), then
+                                  optimizer state, both in forward order, so that the start of a
+                                  step, which waits first, reads least
+
+A static set of homes is what eviction by next use amounts to for a cyclic sweep: every step reads
+exactly the cold remainder, never the whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from offload.blocks import UnitLayout
+from offload.config import OffloadConfig
+from ops.units import format_bytes, round_up
+
+ALIGN_BYTES = 4096
+
+
+@dataclass(frozen=True)
+class Term:
+    """One summand of a tier's bytes."""
+
+    name: str
+    nbytes: int
+    why: str
+
+
+@dataclass(frozen=True)
+class TierPlan:
+    """A tier's capacity, the least it needs, and what this plan uses of it, in bytes."""
+
+    tier: str
+    capacity_bytes: int
+    minimum_bytes: int
+    used_bytes: int
+    terms: tuple[Term, ...]
+    minimum_terms: tuple[Term, ...]
+
+
+@dataclass(frozen=True)
+class Demands:
+    """Bytes that do not belong to blocks: `activation` and `accumulator` on the host, the largest
+    declared stage `workspace` on the device."""
+
+    activation_bytes: int
+    accumulator_bytes: int
+    workspace_bytes: int
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """The answer of `plan_memory`; `homes` maps (unit, part) to `host` or `nvme`."""
+
+    tiers: dict[str, TierPlan]
+    components: dict[str, dict[str, int]]
+    parameters: int
+    state_bytes: int
+    fits: bool
+    problems: tuple[str, ...]
+    remedies: tuple[str, ...]
+    homes: dict[tuple[str, str], str] = field(repr=False)
+    spilled: frozenset[str] = field(repr=False)
+    update_slot_bytes: int
+    lease_slot_bytes: int
+    grad_slot_bytes: int
+    stream_bytes: int
+    workspace_bytes: int
+
+
+def block_bytes(layout: UnitLayout, part: str) -> int:
+    """Bytes a block occupies in a tier: its logical bytes rounded up to the I/O alignment."""
+    return round_up(layout.nbytes(part), ALIGN_BYTES)
+
+
+@dataclass
+class _Sizes:
+    """Sums and maxima over the units that the terms are made of."""
+
+    layouts: Sequence[UnitLayout]
+
+    def __post_init__(self) -> None:
+        self.weight = {x.name: block_bytes(x, "weight") for x in self.layouts}
+        self.state = {x.name: block_bytes(x, "state") for x in self.layouts}
+        self.grad = {x.name: block_bytes(x, "grad") for x in self.layouts}
+        names = [x.name for x in self.layouts]
+        self.update_max = max(self.weight[n] + self.state[n] for n in names)
+        self.update_grad_max = max(self.weight[n] + self.state[n] + self.grad[n] for n in names)
+        self.weight_max = max(self.weight.values())
+        self.grad_max = max(self.grad.values())
+        self.all_grad = sum(self.grad.values())
+        self.all_home = sum(self.weight.values()) + sum(self.state.values())
+
+
+def plan_memory(
+    layouts: Sequence[UnitLayout], config: OffloadConfig, demands: Demands
+) -> MemoryPlan:
+    """Place every block of `layouts` (forward order) under the budgets of `config`.
+
+    Always returns a plan; `fits` is False and `problems`, `remedies` say why when it cannot run.
+    """
+    sizes = _Sizes(layouts)
+    host = _plan_host(sizes, config, demands)
+    device_minimum = _device_minimum(layouts, demands)
+    device_need = sum(term.nbytes for term in device_minimum)
+    nvme_terms = _nvme_terms(sizes, host)
+    window = min(config.window_bytes, max(config.device.capacity - device_need, 0))
+    device_terms = device_minimum
+    if window:
+        device_terms = (*device_minimum, Term("window", window, "offload.prefetch_buffer_size"))
+    tiers = {
+        "device": _tier(
+            "device", config.device.capacity, device_minimum, device_terms, config.device.capacity
+        ),
+        "host": _tier("host", config.host.capacity, host.minimum, host.terms),
+        "nvme": _tier("nvme", config.nvme.capacity, nvme_terms, nvme_terms),
+    }
+    problems, remedies = _problems(tiers)
+    if config.gradient_spill == "never" and host.problem:
+        problems.append(host.problem)
+        remedies.append("set offload.gradient_spill to auto")
+    return MemoryPlan(
+        tiers=tiers,
+        components=_components(layouts, host, demands),
+        parameters=sum(x.size for x in layouts),
+        state_bytes=_state_bytes(layouts),
+        fits=not problems,
+        problems=tuple(problems),
+        remedies=tuple(remedies),
+        homes=host.homes,
+        spilled=host.spilled,
+        update_slot_bytes=host.update_slot,
+        lease_slot_bytes=host.lease_slot,
+        grad_slot_bytes=host.grad_slot,
+        stream_bytes=host.stream,
+        workspace_bytes=demands.workspace_bytes,
+    )
+
+
+@dataclass
+class _HostPlan:
+    homes: dict[tuple[str, str], str]
+    spilled: frozenset[str]
+    update_slot: int
+    lease_slot: int
+    grad_slot: int
+    stream: int
+    terms: tuple[Term, ...]
+    minimum: tuple[Term, ...]
+    problem: str = ""
+
+
+def _minimum_host(sizes: _Sizes, config: OffloadConfig, demands: Demands) -> tuple[Term, ...]:
+    fixed = _fixed_terms(demands)
+    everything = (
+        *fixed,
+        Term("gradients", sizes.all_grad, "all units, nothing spilled"),
+        Term("homes", sizes.all_home, "all weights and optimizer state"),
+    )
+    never = config.gradient_spill == "never"
+    cold = (
+        *fixed,
+        Term("gradients", sizes.all_grad, "offload.gradient_spill is never")
+        if never
+        else Term("gradient slots", 2 * sizes.grad_max, "two of the largest, on their way to nvme"),
+        Term(
+            "update slots",
+            2 * (sizes.update_max if never else sizes.update_grad_max),
+            "weights, state and gradient of two units",
+        ),
+        Term("lease slot", sizes.weight_max, "the largest unit's weights"),
+    )
+    return min(everything, cold, key=lambda terms: sum(t.nbytes for t in terms))
+
+
+def _fixed_terms(demands: Demands) -> tuple[Term, ...]:
+    terms = [Term("activations", demands.activation_bytes, "checkpoints of one step")]
+    if demands.accumulator_bytes:
+        terms.append(
+            Term("accumulators", demands.accumulator_bytes, "fp32 gradients of several uses")
+        )
+    return tuple(terms)
+
+
+def _plan_host(sizes: _Sizes, config: OffloadConfig, demands: Demands) -> _HostPlan:
+    names = [x.name for x in sizes.layouts]
+    capacity = config.host.capacity
+    fixed = _fixed_terms(demands)
+    fixed_bytes = sum(t.nbytes for t in fixed)
+    minimum = _minimum_host(sizes, config, demands)
+    spill = _choose_spill(sizes, config, capacity - fixed_bytes)
+    in_memory = fixed_bytes + sizes.all_grad + sizes.all_home
+    if in_memory <= capacity and not spill:
+        homes = {(n, part): "host" for n in names for part in ("weight", "state")}
+        grads = Term("gradients", sizes.all_grad, "all units, nothing spilled")
+        stay = Term("homes", sizes.all_home, "all weights and optimizer state")
+        return _HostPlan(homes, frozenset(), 0, 0, 0, 0, (*fixed, grads, stay), minimum)
+    update_slot = sizes.update_grad_max if spill else sizes.update_max
+    grad_slot = sizes.grad_max if spill else 0
+    grad_bytes = sum(sizes.grad[n] for n in names if n not in spill)
+    demand = 2 * update_slot + sizes.weight_max + 2 * grad_slot
+    left = capacity - fixed_bytes - grad_bytes - demand
+    problem = ""
+    if left < 0:
+        problem = f"the host budget lacks {format_bytes(-left)} for unspilled gradients and demand"
+    stream = min(max(left, 0) // 2, max(config.window_bytes, 4 * update_slot))
+    homes, home_bytes = _choose_homes(sizes, max(left, 0) - stream)
+    terms = [*fixed, Term("gradients", grad_bytes, f"{len(names) - len(spill)} unspilled units")]
+    if spill:
+        terms.append(Term("gradient slots", 2 * grad_slot, "two of the largest"))
+    terms += [
+        Term("update slots", 2 * update_slot, "two units' update sets"),
+        Term("lease slot", sizes.weight_max, "the largest unit's weights"),
+        Term("stream", stream, "read-ahead and write-behind"),
+        Term("homes", home_bytes, "blocks that stay in host memory"),
+    ]
+    slots = (update_slot, sizes.weight_max, grad_slot, stream)
+    return _HostPlan(homes, frozenset(spill), *slots, tuple(terms), minimum, problem)
+
+
+def _choose_spill(sizes: _Sizes, config: OffloadConfig, room: int) -> set[str]:
+    names = [x.name for x in sizes.layouts]
+    if config.gradient_spill == "always":
+        return set(names)
+    plain_demand = 2 * sizes.update_max + sizes.weight_max
+    fits_plain = sizes.all_grad + min(plain_demand, sizes.all_home) <= room
+    if config.gradient_spill == "never" or fits_plain:
+        return set()
+    room -= 2 * sizes.update_grad_max + sizes.weight_max + 2 * sizes.grad_max
+    spilled, kept = set(), 0
+    # Backward makes the last layers' gradients first and the update needs them last: spill those.
+    for name in names:
+        if kept + sizes.grad[name] <= room:
+            kept += sizes.grad[name]
+        else:
+            spilled.add(name)
+    return spilled
+
+
+def _choose_homes(sizes: _Sizes, room: int) -> tuple[dict[tuple[str, str], str], int]:
+    homes, used = {}, 0
+    for part, table in (("weight", sizes.weight), ("state", sizes.state)):
+        for layout in sizes.layouts:
+            nbytes = table[layout.name]
+            stays = used + nbytes <= room
+            homes[layout.name, part] = "host" if stays else "nvme"
+            used += nbytes if stays else 0
+    return homes, used
+
+
+def _device_minimum(layouts: Sequence[UnitLayout], demands: Demands) -> tuple[Term, ...]:
+    lease = max(
+        round_up(x.device_nbytes, ALIGN_BYTES) + round_up(x.accumulator_nbytes, ALIGN_BYTES)
+        for x in layouts
+    )
+    return (
+        Term("workspace", demands.workspace_bytes, "activations and temporaries of one stage"),
+        Term("lease", lease, "the largest unit's weights and fp32 gradients"),
+    )
+
+
+def _nvme_terms(sizes: _Sizes, host: _HostPlan) -> tuple[Term, ...]:
+    table = {"weight": sizes.weight, "state": sizes.state}
+    cold = sum(table[part][name] for (name, part), home in host.homes.items() if home == "nvme")
+    spill = sum(sizes.grad[name] for name in host.spilled)
+    if not cold and not spill:
+        return ()
+    flight = host.stream + 2 * host.update_slot + 2 * host.grad_slot
+    terms = [Term("cold state", cold, "blocks homed on nvme")]
+    if spill:
+        terms.append(Term("spilled gradients", spill, "this step only"))
+    # Out-of-place writes need a new extent before the old one is free; sizes differ, so some room
+    # is lost between extents.
+    terms.append(Term("working", flight + sizes.update_max, "out-of-place writes in flight"))
+    terms.append(Term("fragmentation", round_up((cold + spill) // 20, ALIGN_BYTES), "5 %"))
+    return tuple(terms)
+
+
+def _tier(
+    tier: str,
+    capacity: int,
+    minimum: tuple[Term, ...],
+    terms: tuple[Term, ...],
+    cap_used: int | None = None,
+) -> TierPlan:
+    used = sum(t.nbytes for t in terms)
+    if cap_used is not None:
+        used = min(used, cap_used)
+    return TierPlan(tier, capacity, sum(t.nbytes for t in minimum), used, terms, minimum)
+
+
+def _problems(tiers: dict[str, TierPlan]) -> tuple[list[str], list[str]]:
+    problems, remedies = [], []
+    for tier in tiers.values():
+        # The host plan shrinks to its minimum by itself; the others have nothing to give up.
+        need = tier.minimum_bytes
+        if need > tier.capacity_bytes:
+            sums = " + ".join(f"{t.name} {format_bytes(t.nbytes)}" for t in tier.minimum_terms)
+            problems.append(
+                f"offload.{tier.tier}.capacity = {format_bytes(tier.capacity_bytes)} is below the "
+                f"minimum of {format_bytes(need)} ({need} B = {sums})"
+            )
+            remedies.append(f"set offload.{tier.tier}.capacity to at least {need}")
+    return problems, remedies
+
+
+def _components(
+    layouts: Sequence[UnitLayout], host: _HostPlan, demands: Demands
+) -> dict[str, dict[str, int]]:
+    table: dict[str, dict[str, int]] = {}
+
+    def add(component: str, tier: str, nbytes: int) -> None:
+        row = table.setdefault(component, {"device": 0, "host": 0, "nvme": 0})
+        row[tier] += nbytes
+
+    for layout in layouts:
+        for part in ("weight", "state"):
+            for item in layout.fields[part]:
+                name = "master" if item.component == "master_split" else item.component
+                add(name, host.homes[layout.name, part], item.nbytes)
+        grad_home = "nvme" if layout.name in host.spilled else "host"
+        add("grad", grad_home, layout.fields["grad"][0].nbytes)
+    add("activation", "host", demands.activation_bytes)
+    add("workspace", "device", demands.workspace_bytes)
+    return table
+
+
+def _state_bytes(layouts: Sequence[UnitLayout]) -> int:
+    return sum(
+        item.nbytes for x in layouts for part in ("weight", "state") for item in x.fields[part]
+    )

@@ -1,0 +1,118 @@
+"""One unit's part of the optimizer step: the kernels over its weight, state and gradient blocks.
+
+A job first replays the steps the unit missed (zero gradient), then applies this step's gradient, if
+it has one. Tensors of one weight-decay group that are neighbours in flat order share one call; the
+kernels are element-wise, so grouping cannot change a bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from offload.arena import Buffer
+from offload.blocks import UnitLayout
+from offload.device_copy import field_view
+from offload.ledger import Ledger
+from offload.residency import UnitState
+from ops.kernels import adamw
+from ops.kernels.arrays import F32, Array
+from ops.kernels.pool import KernelPool
+
+
+@dataclass
+class UpdateJob:
+    """A pending update: replay up to `replay_until`, then the gradient of `gradient_step`."""
+
+    unit: UnitState
+    replay_until: int
+    gradient_step: int | None
+    grad_scale: float
+    prepared: bool = False
+    reads_left: int = 0
+    weight: Buffer | None = None
+    state: Buffer | None = None
+    grad: Buffer | None = None
+    slot: Buffer | None = None
+    owned: list[Buffer] = field(default_factory=list)
+
+    @property
+    def target_step(self) -> int:
+        """The optimizer step the unit has reached when the job is applied."""
+        return self.replay_until if self.gradient_step is None else self.gradient_step
+
+    def run(self, ledger: Ledger, weight_decay: float, pool: KernelPool) -> None:
+        """Apply the job to its buffers, in place; releases the GIL, touches nothing else."""
+        assert self.weight is not None and self.state is not None
+        layout = self.unit.layout
+        for lo, hi, kept, decay in groups(layout):
+            rate = weight_decay if decay else 0.0
+            arrays = self._arrays(layout, lo, hi, kept)
+            missed = ledger.table(self.unit.synced_step, self.replay_until, rate)
+            if len(missed):
+                _replay(layout.weight_dtype, kept, arrays, missed, pool)
+            if self.gradient_step is not None:
+                step = self.gradient_step
+                scalars = ledger.table(step - 1, step, rate)[0]
+                assert self.grad is not None
+                grad = field_view(self.grad, layout.field("grad", "grad"))[lo:hi]
+                _update(layout.weight_dtype, kept, arrays, grad, self.grad_scale, scalars, pool)
+
+    def _arrays(self, layout: UnitLayout, lo: int, hi: int, kept: bool) -> Any:
+        assert self.weight is not None and self.state is not None
+        moments = [
+            field_view(self.state, layout.field("state", name))[lo:hi]
+            for name in ("exp_avg", "exp_avg_sq")
+        ]
+        if kept:
+            first = layout.num_split
+            master = field_view(self.weight, layout.field("weight", "master"))
+            return [master[lo - first : hi - first], *moments]
+        weight = field_view(self.weight, layout.field("weight", "weight"))[lo:hi]
+        if layout.weight_dtype == "float16":
+            master = field_view(self.state, layout.field("state", "master_split"))[lo:hi]
+            return [master, weight, *moments]
+        residual = field_view(self.state, layout.field("state", "residual"))[lo:hi]
+        return [weight, residual, *moments]
+
+
+def groups(layout: UnitLayout) -> Iterator[tuple[int, int, bool, bool]]:
+    """(lo, hi, kept, decay) of each run of neighbouring tensors of one kind, in flat order."""
+    run: tuple[int, int, bool, bool] | None = None
+    for place in layout.places:
+        lo, hi = place.start, place.start + place.spec.size
+        if run is not None and run[2:] == (place.kept, place.spec.decay):
+            run = (run[0], hi, *run[2:])
+            continue
+        if run is not None:
+            yield run
+        run = (lo, hi, place.kept, place.spec.decay)
+    if run is not None:
+        yield run
+
+
+def _replay(dtype: str, kept: bool, arrays: Any, table: F32, pool: KernelPool) -> None:
+    if kept:
+        adamw.replay_master(*arrays, table, pool=pool)
+    elif dtype == "float16":
+        adamw.replay_master_f16(*arrays, table, pool=pool)
+    else:
+        adamw.replay_split(*arrays, table, pool=pool)
+
+
+def _update(
+    dtype: str,
+    kept: bool,
+    arrays: Any,
+    grad: Array,
+    scale: float,
+    scalars: F32,
+    pool: KernelPool,
+) -> None:
+    if kept:
+        adamw.update_master(*arrays, grad, scale, scalars, pool=pool)
+    elif dtype == "float16":
+        adamw.update_master_f16(*arrays, grad, scale, scalars, pool=pool)
+    else:
+        adamw.update_split(*arrays, grad, scale, scalars, pool=pool)
