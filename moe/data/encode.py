@@ -9,7 +9,8 @@ word across such a cut may get other tokens than in one piece, always the same o
 from __future__ import annotations
 
 import codecs
-from collections.abc import Iterable, Iterator
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,7 +22,9 @@ import xxhash
 from moe.data.source import BYTE_SEPARATOR, BYTE_VOCAB_SIZE
 from ops.errors import DataError
 
-PIECE_CHARS = 1 << 17
+PIECE_CHARS = 1 << 15
+# Pieces handed to the tokenizer together, which spreads them over its threads.
+_PIECES_AT_ONCE = 32
 # Tokens that end a document in published vocabularies, the first one present is taken.
 SEPARATOR_NAMES = (
     "<|endoftext|>",
@@ -50,6 +53,10 @@ class Encoder(Protocol):
         """Tokens [n_i] of the consecutive chunks of one document, without the separator."""
         ...
 
+    def encode_texts(self, texts: Sequence[bytes]) -> list[npt.NDArray[np.integer[Any]]]:
+        """Tokens [n_i] of whole short documents (at most `PIECE_CHARS` bytes each), in order."""
+        ...
+
 
 class ByteEncoder:
     """Each byte is a token (0 to 255); 256 is the separator."""
@@ -63,6 +70,10 @@ class ByteEncoder:
         """Tokens u8 [n_i] of each chunk."""
         for chunk in chunks:
             yield np.frombuffer(chunk, dtype=np.uint8)
+
+    def encode_texts(self, texts: Sequence[bytes]) -> list[npt.NDArray[np.integer[Any]]]:
+        """Tokens u8 [n_i] of each text."""
+        return [np.frombuffer(text, dtype=np.uint8) for text in texts]
 
 
 class TokenizerEncoder:
@@ -95,9 +106,17 @@ class TokenizerEncoder:
 
     def encode(self, chunks: Iterable[bytes]) -> Iterator[npt.NDArray[np.integer[Any]]]:
         """Tokens u32 [n_i] of pieces of the document; raises UnicodeDecodeError."""
-        for piece in _pieces(chunks):
-            ids = self._tokenizer.encode(piece, add_special_tokens=False).ids
-            yield np.array(ids, dtype=np.uint32)
+        pieces = _pieces(chunks)
+        while group := list(itertools.islice(pieces, _PIECES_AT_ONCE)):
+            yield from self._encode_group(group)
+
+    def encode_texts(self, texts: Sequence[bytes]) -> list[npt.NDArray[np.integer[Any]]]:
+        """Tokens u32 [n_i] of each text; raises UnicodeDecodeError."""
+        return self._encode_group([text.decode("utf-8") for text in texts])
+
+    def _encode_group(self, group: list[str]) -> list[npt.NDArray[np.integer[Any]]]:
+        encodings = self._tokenizer.encode_batch(group, add_special_tokens=False)
+        return [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
 
 
 def _separator(path: Path, vocabulary: dict[str, int], name: str | None) -> int:

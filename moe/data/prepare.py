@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
-from moe.data.encode import Encoder
+from moe.data.encode import PIECE_CHARS, Encoder
 from moe.data.token_file import TokenFileWriter
 from ops.errors import DataError
 
@@ -25,6 +25,9 @@ LINE_BYTES_MAX = 64 << 20
 REASONS_MAX = 5
 _LINE_SUFFIXES = frozenset({".jsonl", ".ndjson"})
 _SNIFFED_BYTES = 8192
+# Short texts that are encoded together.
+_TEXTS_MAX = 4096
+_TEXTS_BYTES_MAX = 1 << 20
 
 Advance = Callable[[int], None]
 
@@ -181,6 +184,17 @@ def _add_lines(
     rejections: _Rejections,
     advance: Advance,
 ) -> None:
+    def flush() -> None:
+        for number, tokens in zip(numbers, encoder.encode_texts(texts)):
+            writer.append(tokens)
+            if not writer.end_document():
+                rejections.add(f"{path}:{number}", "no tokens")
+        numbers.clear()
+        texts.clear()
+
+    numbers: list[int] = []
+    texts: list[bytes] = []
+    num_bytes = 0
     with path.open("rb") as file:
         for number, line in _lines(file, advance):
             try:
@@ -188,10 +202,27 @@ def _add_lines(
             except _RejectedLine as error:
                 rejections.add(f"{path}:{number}", str(error))
                 continue
-            for tokens in encoder.encode([text]):
-                writer.append(tokens)
-            if not writer.end_document():
-                rejections.add(f"{path}:{number}", "no tokens")
+            is_long = len(text) > PIECE_CHARS
+            num_bytes += len(text)
+            if is_long or num_bytes > _TEXTS_BYTES_MAX or len(texts) == _TEXTS_MAX:
+                flush()
+                num_bytes = len(text)
+            if is_long:
+                _add_long_text(f"{path}:{number}", text, writer, encoder, rejections)
+                num_bytes = 0
+            else:
+                numbers.append(number)
+                texts.append(text)
+        flush()
+
+
+def _add_long_text(
+    where: str, text: bytes, writer: TokenFileWriter, encoder: Encoder, rejections: _Rejections
+) -> None:
+    for tokens in encoder.encode([text]):
+        writer.append(tokens)
+    if not writer.end_document():
+        rejections.add(where, "no tokens")
 
 
 def _lines(file: BinaryIO, advance: Advance) -> Iterator[tuple[int, bytes | None]]:
@@ -228,6 +259,8 @@ def _line_text(line: bytes | None, text_key: str) -> bytes:
     text = record[text_key]
     if not isinstance(text, str):
         raise _RejectedLine(f"{text_key!r} is not a string")
+    if not text:
+        raise _RejectedLine("no tokens")
     try:
         return text.encode("utf-8")
     except UnicodeEncodeError:
