@@ -1,0 +1,287 @@
+"""The command line's contract: what it prints, where it writes, with which status it exits.
+
+Training itself is replaced by a fake `launch.build`; the real one has its own tests.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import threading
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launch import cli, environment
+from launch.config import load_config
+from launch.progress import Observer
+from ops.errors import (
+    ConfigError,
+    DataError,
+    HeadraceError,
+    NumericAlarm,
+    PlanError,
+    Stopped,
+    StorageError,
+)
+from tests.launch.helpers import ROOT, memory_plan, run_python, run_report, step_record
+
+Call = Callable[..., int]
+INFO = {"name": "n", "steps": 2, "parameters": 1, "state_bytes": 12}
+
+
+@pytest.fixture
+def build(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
+    """A `launch.build` that trains two steps at once; tests change its functions."""
+    module = types.ModuleType("launch.build")
+
+    def run_training(
+        config: Any, run_dir: Path, steps: int | None, observer: Observer, stop: threading.Event
+    ) -> None:
+        module.received = (config, run_dir, steps)  # type: ignore[attr-defined]
+        observer.on_start(INFO)
+        observer.on_step(step_record(1))
+        observer.on_step(step_record(2))
+        observer.on_end(run_report())
+
+    module.run_training = run_training  # type: ignore[attr-defined]
+    module.make_plan = lambda config: memory_plan()  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "launch.build", module)
+    monkeypatch.setattr("launch.build", module, raising=False)
+    return module
+
+
+@pytest.fixture
+def call(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Call:
+    """Run the command line in an empty directory; returns the exit status."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(environment, "prepare", lambda runtime: None)
+
+    def run(*arguments: str) -> int:
+        monkeypatch.setattr(sys, "argv", ["headrace", *arguments])
+        with pytest.raises(SystemExit) as caught:
+            cli.main()
+        code = caught.value.code
+        return code if isinstance(code, int) else 0 if code is None else 1
+
+    return run
+
+
+def test_train_writes_both_files_and_exits_0(
+    build: types.ModuleType, call: Call, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ("--run-dir", "out", "--steps", "2", "--set", "train.seed=7")
+    assert call("train", "tiny-moe", *arguments) == 0
+    config, run_dir, steps = build.received
+    assert (config.train.seed, run_dir, steps) == (7, Path("out"), 2)
+    assert len((tmp_path / "out/steps.jsonl").read_text().splitlines()) == 2
+    assert json.loads((tmp_path / "out/report.json").read_text())["steps"] == 2
+    assert "out/report.json" in capsys.readouterr().out
+
+
+def test_train_makes_a_directory_of_its_own(
+    build: types.ModuleType, call: Call, tmp_path: Path
+) -> None:
+    assert call("train", "tiny-moe") == 0
+    (directory,) = (tmp_path / "runs").iterdir()
+    assert directory.name.startswith("tiny-moe-")
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (ConfigError("a bad key"), 2),
+        (PlanError("too small"), 2),
+        (DataError("empty text"), 2),
+        (StorageError("bad block", path="p", offset=3), 3),
+        (NumericAlarm("loss is nan"), 4),
+        (Stopped("stopped after step 3"), 130),
+        (HeadraceError("something else"), 1),
+    ],
+)
+def test_an_error_is_one_sentence_and_its_status(
+    build: types.ModuleType,
+    call: Call,
+    capsys: pytest.CaptureFixture[str],
+    error: HeadraceError,
+    status: int,
+) -> None:
+    def fail(*arguments: Any) -> None:
+        raise error
+
+    build.run_training = fail  # type: ignore[attr-defined]
+    assert call("train", "tiny-moe", "--run-dir", "out") == status
+    assert capsys.readouterr().err == f"headrace: {error}\n"
+
+
+def test_the_traceback_comes_when_asked_for(
+    build: types.ModuleType,
+    call: Call,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("HEADRACE_TRACEBACK", "1")
+    assert call("config", "nothing") == 2
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_a_plan_that_does_not_fit_is_refused_before_anything_is_made(
+    build: types.ModuleType, call: Call, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    build.make_plan = lambda config: memory_plan(fits=False)  # type: ignore[attr-defined]
+    assert call("train", "tiny-moe") == 2
+    assert "Set offload.host.capacity to at least 8MiB." in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_directory_with_a_run_is_refused(
+    build: types.ModuleType, call: Call, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call("train", "tiny-moe", "--run-dir", "out") == 0
+    assert call("train", "tiny-moe", "--run-dir", "out") == 2
+    assert "already holds a run" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("tiny-moe", "--steps", "121"), "--steps 121 is more than train.steps = 120"),
+        (("tiny-moe", "--steps", "0"), "--steps"),
+        (("tiny-moe", "--set", "train.stps=1"), "did you mean train.steps?"),
+        (("tiny-mo",), "did you mean tiny-moe?"),
+        ((), "CONFIG"),
+        (("tiny-moe", "--sett", "a=b"), "--sett"),
+    ],
+)
+def test_bad_arguments_exit_2(
+    build: types.ModuleType,
+    call: Call,
+    capsys: pytest.CaptureFixture[str],
+    arguments: tuple[str, ...],
+    message: str,
+) -> None:
+    assert call("train", *arguments) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("fits", [True, False])
+def test_plan_prints_everything_and_then_says_whether_it_fits(
+    build: types.ModuleType, call: Call, capsys: pytest.CaptureFixture[str], fits: bool
+) -> None:
+    build.make_plan = lambda config: memory_plan(fits)  # type: ignore[attr-defined]
+    status = 0 if fits else 2
+    assert call("plan", "tiny-moe") == status
+    assert "capacity" in capsys.readouterr().out
+    assert call("plan", "tiny-moe", "--json") == status
+    assert json.loads(capsys.readouterr().out)["fits"] is fits
+
+
+def test_config_prints_what_it_reads_back(
+    call: Call, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call("config", "small-moe", "--set", "train.steps=500") == 0
+    (tmp_path / "mine.yaml").write_text(capsys.readouterr().out)
+    assert load_config("mine.yaml") == load_config("small-moe", ["train.steps=500"])
+
+
+def test_version_and_help(call: Call, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("--version") == 0
+    assert capsys.readouterr().out.startswith("headrace ")
+    assert call("--help") == 0
+    shown = capsys.readouterr().out
+    assert all(command in shown for command in ("train", "plan", "config", "data"))
+
+
+def test_data_commands_are_reached(
+    call: Call, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call("data", "prepare", "--help") == 0
+    assert "--out" in capsys.readouterr().out
+    assert call("data", "prepare", "missing.txt", "--out", "tokens.bin") == 2
+    assert "missing.txt" in capsys.readouterr().err
+    (tmp_path / "a.txt").write_text("some text " * 100)
+    assert call("data", "prepare", "a.txt", "--out", "tokens.bin") == 0
+    assert (tmp_path / "tokens.bin").exists()
+
+
+def test_the_command_line_loads_no_numbers_before_it_must() -> None:
+    code = (
+        "import sys, launch.cli\n"
+        "print([n for n in ('numpy', 'numba', 'mindspore') if n in sys.modules])"
+    )
+    assert run_python(code).stdout.strip() == "[]"
+
+
+BLOCKED = """
+import sys
+class Block:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] == "mindspore":
+            raise ImportError("MindSpore is blocked by the test")
+sys.meta_path.insert(0, Block())
+from launch.cli import main
+sys.argv = ["headrace", *sys.argv[1:]]
+main()
+"""
+
+
+@pytest.mark.parametrize("arguments", [("tiny-moe",), ("qwen3-235b-a22b", "--json")])
+def test_plan_works_without_mindspore(arguments: tuple[str, ...]) -> None:
+    result = run_python(BLOCKED, "plan", *arguments)
+    assert result.returncode == 0, result.stderr
+    assert "capacity" in result.stdout
+
+
+def test_a_budget_below_the_minimum_is_refused_with_the_arithmetic() -> None:
+    """C52: a host budget smaller than the buffers is shrunk to or refused, never overrun."""
+    result = run_python(BLOCKED, "plan", "tiny-moe", "--set", "offload.host.capacity=1MiB")
+    assert result.returncode == 2
+    assert "offload.host.capacity" in result.stdout
+
+
+INTERRUPTED = """
+import sys, types
+from ops.errors import Stopped
+build = types.ModuleType("launch.build")
+def run_training(config, run_dir, steps, observer, stop):
+    print("ready", flush=True)
+    if not stop.wait(60):
+        raise RuntimeError("the flag never came")
+    raise Stopped("stopped after step 1, as asked")
+build.run_training = run_training
+from tests.launch.helpers import memory_plan
+build.make_plan = lambda config: memory_plan()
+sys.modules["launch.build"] = build
+from launch import cli, environment
+environment.prepare = lambda runtime: None
+sys.argv = ["headrace", "train", "tiny-moe", "--run-dir", sys.argv[1]]
+cli.main()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_run_after_its_step_with_130(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    child = subprocess.Popen(
+        [sys.executable, "-c", INTERRUPTED, str(tmp_path / "out")],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "ready\n"
+        child.send_signal(number)
+        _, err = child.communicate(timeout=60)
+    finally:
+        child.kill()
+    assert child.returncode == 130
+    assert err.endswith("headrace: stopped after step 1, as asked\n")
+    assert "Traceback" not in err

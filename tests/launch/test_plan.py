@@ -1,0 +1,53 @@
+"""The memory plan as tables, as JSON, and as a refusal."""
+
+from __future__ import annotations
+
+import io
+import json
+
+import pytest
+from rich.console import Console
+
+from launch.plan import plan_to_dict, render_plan, require_fit
+from launch.report import to_json
+from ops.errors import PlanError
+from tests.launch.helpers import MIB, memory_plan
+
+
+def shown(fits: bool) -> str:
+    """The tables as text."""
+    text = io.StringIO()
+    render_plan("tiny-moe", memory_plan(fits), Console(file=text, width=120))
+    return text.getvalue()
+
+
+def test_tables_show_components_terms_and_the_verdict() -> None:
+    text = shown(fits=True)
+    for part in ("1,048,576 parameters", "weight", "exp_avg", "minimum: window", "64.0 MiB"):
+        assert part in text
+    assert text.rstrip().endswith("The plan fits.")
+
+
+def test_tables_of_a_plan_that_does_not_fit_say_what_would_help() -> None:
+    text = shown(fits=False)
+    assert "The host tier needs 8.0 MiB but offload.host.capacity is 4.0 MiB." in text
+    assert "Set offload.host.capacity to at least 8MiB." in text
+    assert text.rstrip().endswith("The plan does not fit.")
+
+
+def test_json_holds_every_number_in_bytes() -> None:
+    found = json.loads(to_json(plan_to_dict("tiny-moe", memory_plan(fits=False))))
+    assert found["fits"] is False
+    assert found["tiers"]["host"]["capacity_bytes"] == 4 * MIB
+    terms = found["tiers"]["host"]["minimum_terms"]
+    assert terms == [{"name": "window", "bytes": 8 * MIB, "why": "the prefetch window"}]
+    assert found["components"]["exp_avg"] == {"nvme": 4 * MIB}
+    assert found["problems"]
+    assert found["remedies"]
+
+
+def test_a_plan_that_cannot_fit_is_refused_with_arithmetic_and_remedy() -> None:
+    require_fit(memory_plan(fits=True))
+    with pytest.raises(PlanError, match=r"needs 8\.0 MiB .* Set offload\.host\.capacity") as caught:
+        require_fit(memory_plan(fits=False))
+    assert caught.value.exit_code == 2
