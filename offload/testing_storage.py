@@ -23,6 +23,8 @@ from offload.nvme.files import OpenFile, StorageFile, open_os_file
 BUFFERED = AccessMode(direct=False, alignment_bytes=ALIGNMENT_BYTES_MIN, reason="test")
 """Access through the page cache, so that faults strike at exact bytes."""
 
+_GATE_S_MAX = 20.0
+
 Kind = Literal["error", "short", "flip", "gate"]
 Verb = Literal["read", "write", "sync", "allocate"]
 
@@ -36,7 +38,8 @@ class Fault:
     transfer and the next call raises. From then on every call of `verb` raises (a disk stays full).
     `short`: moves only half of the call, or the bytes before `at_byte`; later calls are whole.
     `flip`: inverts one bit of the byte at `at_byte` (or the first of the call), read or written.
-    `gate`: calls `gate` (an event's `wait`, a barrier) before the call goes through.
+    `gate`: calls `gate` (see `Gate`) before the call goes through.
+    All but `error` strike once.
     """
 
     kind: Kind
@@ -134,11 +137,37 @@ def _hits(fault: Fault, op: int, start: int, nbytes: int) -> bool:
         if fault.at_byte is not None:
             return start + nbytes > fault.at_byte
         return op >= (fault.at_op or 0)
+    if fault.num_hits:
+        return False
     if fault.at_byte is not None:
-        if fault.kind == "short" and fault.at_byte == start:
-            return False  # it was shortened just before
         return start <= fault.at_byte < start + nbytes
     return op == (fault.at_op or 0)
+
+
+class Gate:
+    """A `fault` that stops the `at_op`-th call of `verb` until `open` is called.
+
+    `entered` is set once somebody stands before it. Gives up (AssertionError) after 20 s.
+    """
+
+    def __init__(self, verb: Verb, at_op: int = 0) -> None:
+        self.entered = threading.Event()
+        self.fault = Fault("gate", verb, at_op=at_op, gate=self._pass)
+        self._open = threading.Event()
+
+    def open(self) -> None:
+        """Let the stopped call, and any later one, go on."""
+        self._open.set()
+
+    def wait_entered(self) -> None:
+        """Block until a call stands before the gate (20 s at most)."""
+        passed = self.entered.wait(_GATE_S_MAX)
+        assert passed, "nobody came to the gate"
+
+    def _pass(self) -> None:
+        self.entered.set()
+        passed = self._open.wait(_GATE_S_MAX)
+        assert passed, "nobody opened the gate"
 
 
 class AlignmentFile:

@@ -1,0 +1,134 @@
+"""Transfers are whole or an error that names everything; room is reserved ahead."""
+
+from __future__ import annotations
+
+import errno
+
+import pytest
+
+from offload.nvme.files import Preallocator, open_os_file, read_fully, write_fully
+from offload.testing_storage import AlignmentFile, Fault, FaultyFile, filled_buffer
+from ops.errors import StorageError
+
+STEP_BYTES = 256 << 20
+
+
+@pytest.fixture
+def faulty(tmp_path):
+    files = []
+
+    def make(*faults, direct=False):
+        inner = open_os_file(str(tmp_path / "file"), direct)
+        files.append(inner)
+        inner.truncate(1 << 20)
+        return FaultyFile(inner, list(faults))
+
+    yield make
+    for file in files:
+        file.close()
+
+
+@pytest.mark.parametrize("at_byte", [1, 100, 4095, 4096, 9_999])
+def test_short_transfers_are_completed(faulty, at_byte):
+    file = faulty(Fault("short", "write", at_byte=at_byte), Fault("short", "read", at_byte=at_byte))
+    data = filled_buffer(10_000)
+    write_fully(file, data.data, 4096)
+    assert file.num_calls["write"] == 2
+    back = bytearray(10_000)
+    read_fully(file, memoryview(back), 4096)
+    assert file.num_calls["read"] == 2
+    assert back == data.tobytes()
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC, errno.EINVAL])
+@pytest.mark.parametrize("at_byte", [0, 1, 4096, 9_999])
+@pytest.mark.parametrize("verb", ["read", "write"])
+def test_a_failing_transfer_names_path_offset_and_both_byte_counts(faulty, code, at_byte, verb):
+    # C04
+    file = faulty(Fault("error", verb, at_byte=at_byte, code=code))
+    transfer = read_fully if verb == "read" else write_fully
+    with pytest.raises(StorageError, match=errno.errorcode[code]) as caught:
+        transfer(file, filled_buffer(10_000).data, 8192, block="expert.3/residual")
+    error = caught.value
+    assert (error.path, error.offset, error.block) == (file.path, 8192, "expert.3/residual")
+    assert (error.wanted_bytes, error.done_bytes) == (10_000, at_byte)
+
+
+def test_the_end_of_a_truncated_file_is_an_error(faulty):
+    # C05
+    file = faulty()
+    file.truncate(5_000)
+    with pytest.raises(StorageError, match="ends too early") as caught:
+        read_fully(file, memoryview(bytearray(4096)), 4096)
+    assert (caught.value.wanted_bytes, caught.value.done_bytes) == (4096, 904)
+
+
+def test_a_write_without_progress_is_an_error(faulty):
+    file = faulty(Fault("short", "write", at_byte=0))
+    file.faults[0].at_op, file.faults[0].at_byte = 0, None
+    with pytest.raises(StorageError, match="no progress"):
+        write_fully(file, memoryview(b"x"), 0)
+
+
+def test_a_short_direct_transfer_resumes_at_an_aligned_byte(tmp_path):
+    """A direct read that stops inside a sector cannot go on there: EINVAL on a real drive."""
+    inner = AlignmentFile(open_os_file(str(tmp_path / "file"), False), 4096)
+    inner.truncate(1 << 20)
+    data = filled_buffer(16_384)
+    write_fully(inner, data.data, 0, io_alignment_bytes=4096)
+
+    class StopsInsideASector:
+        def __init__(self):
+            self.path = inner.path
+            self.offsets = []
+
+        def pread_into(self, buffer, offset):
+            self.offsets.append(offset)
+            inner.pread_into(buffer, offset)
+            return 5_000 if len(self.offsets) == 1 else buffer.nbytes
+
+    file = StopsInsideASector()
+    back = filled_buffer(16_384, seed=1)
+    read_fully(file, back.data, 0, io_alignment_bytes=4096)
+    assert file.offsets == [0, 4096]
+    assert (back == data).all()
+    inner.close()
+
+
+def test_room_is_reserved_in_steps_and_each_byte_once(faulty):
+    file = faulty()
+    end = 2 * STEP_BYTES + 4096
+    asked = []
+    file.inner.allocate = lambda offset, nbytes: asked.append((offset, nbytes))
+    room = Preallocator(file, 0, end)
+    for stop in (4096, 8192, STEP_BYTES, STEP_BYTES + 1, end, 4096):
+        room.ensure(stop, "block", 0, stop)
+    assert asked == [(0, STEP_BYTES), (STEP_BYTES, STEP_BYTES), (2 * STEP_BYTES, 4096)]
+
+
+def test_a_step_that_does_not_fit_shrinks_to_what_is_needed(faulty):
+    file = faulty()
+    asked = []
+
+    def allocate(offset, nbytes):
+        asked.append((offset, nbytes))
+        if nbytes > 10_000:
+            raise OSError(errno.ENOSPC, "full")
+
+    file.inner.allocate = allocate
+    room = Preallocator(file, 0, STEP_BYTES)
+    room.ensure(8192, "block", 4096, 4096)
+    assert asked == [(0, STEP_BYTES), (0, 8192)]
+    with pytest.raises(StorageError, match="ENOSPC") as caught:
+        room.ensure(40_960, "other", 8192, 32_768)
+    error = caught.value
+    assert (error.path, error.offset, error.block) == (file.path, 8192, "other")
+    assert (error.wanted_bytes, error.done_bytes) == (32_768, 0)
+
+
+def test_a_file_system_without_fallocate_is_left_alone(faulty):
+    file = faulty(Fault("error", "allocate", code=errno.EOPNOTSUPP))
+    room = Preallocator(file, 0, STEP_BYTES)
+    room.ensure(4096, "block", 0, 4096)
+    room.ensure(STEP_BYTES, "block", 0, 4096)
+    assert file.num_calls["allocate"] == 1
