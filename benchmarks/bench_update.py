@@ -2,8 +2,8 @@
 
 Ours: bfloat16 weight + int16 residual with bfloat16 gradients (26 bytes moved per parameter), and
 float32 masters with float32 gradients (28 bytes). Reference: `torch.optim.AdamW(fused=True)` on
-float32 parameters and gradients (28 bytes), as many parameters and threads. Also the replay of
-idle steps, beside the same steps done one by one. Run from the repository root:
+float32 parameters and gradients (28 bytes), as many parameters and threads, its arrays in the same
+kind of memory (page aligned, huge pages where ours have them). Also the replay of idle steps, beside the same steps done one by one. Run from the repository root:
 
     python -m benchmarks.bench_update [--parameters 16777216] [--threads N] [--pairs 9]
 
@@ -60,9 +60,14 @@ def torch_step(size: int, threads: int) -> tuple[Callable[[], Any], str] | None:
     except ImportError:
         return None
     torch.set_num_threads(threads)
-    parameter = torch.nn.Parameter(torch.full((size,), 0.01))
-    parameter.grad = torch.randn(size, generator=torch.Generator().manual_seed(0)) * 1e-3
+    arrays = [torch.from_numpy(aligned(size, np.float32)) for _ in range(4)]
+    parameter = torch.nn.Parameter(arrays[0].fill_(0.01))
+    arrays[1].normal_(std=1e-3, generator=torch.Generator().manual_seed(0))
+    parameter.grad = arrays[1]
     optimizer = torch.optim.AdamW([parameter], lr=LR, weight_decay=WEIGHT_DECAY, fused=True)
+    optimizer.step()
+    optimizer.state[parameter]["exp_avg"] = arrays[2]
+    optimizer.state[parameter]["exp_avg_sq"] = arrays[3]
     return optimizer.step, f"torch {torch.__version__} AdamW(fused=True) fp32"
 
 

@@ -4,16 +4,21 @@ One element, one step, everything in float32 unless said otherwise (Loshchilov &
 "Decoupled Weight Decay Regularization", algorithm 2, in the form torch.optim.AdamW computes):
 
     g  = grad * grad_scale                      clip factor / loss scale
-    m  = m + (1 - beta1) * (g - m)              one subtraction, one fma
-    v  = beta2 * v + ((1 - beta2) * g) * g      two products, one fma
+    m  = beta1 * m + (1 - beta1) * g            with factors of twice the precision, see below
+    v  = beta2 * v + ((1 - beta2) * g) * g      likewise; one fma adds the second term
     p  = p - (lr * wd) * p                      one fma
-    p  = p - (lr / bc1) * (m / (sqrt(v) * (1 / sqrt(bc2)) + eps))     sqrt, fma, division, fma
+    p  = p - (lr * sqrt(bc2) / bc1) * (m / (sqrt(v) + eps * sqrt(bc2)))
 
-with bc = 1 - beta^step. The order is deliberate. Scalars in brackets are computed once in float64
-and rounded once; decay multiplies by lr * wd instead of 1 - lr * wd, whose rounding near 1
-would lose half the digits of a small decay; the difference form of m keeps 1 - beta1 exact;
-(1 - beta2) * g comes before the second g so that g * g cannot overflow. The result of a step
-is within 2 ulp of a float64 computation.
+with bc = 1 - beta^step; the last line is torch's lr / bc1 * m / (sqrt(v) / sqrt(bc2) + eps) with
+both sides of the fraction multiplied by sqrt(bc2) (Kingma & Ba 2015, end of section 2): a square
+root, an addition, a division and one fma. The order is deliberate. Scalars are computed once in
+float64 and rounded once. Decay multiplies by lr * wd, not by 1 - lr * wd, whose rounding near 1
+would lose half the digits of a small decay. (1 - beta2) * g comes before the second g so that
+g * g cannot overflow. Where a gradient opposes its average the two products of m cancel, and
+their rounding would be divided by a small sqrt(v) (a hundred ulp of p have been seen), so the error
+of one product and the lower halves of beta1, 1 - beta1 and 1 - beta2 are carried along; this costs
+no time, hidden behind the division. m and v are within 2 ulp of float64, and so is p whenever its
+update is at most a quarter of it.
 
 m and v below 1e-38 are set to +0, so that a decaying moment never reaches the denormals,
 which some CPUs compute a hundred times slower; nothing visible is lost, as sqrt(v) would then be
@@ -54,17 +59,17 @@ from ops.kernels.intrinsics import (
 )
 from ops.kernels.pool import KernelPool, run_chunks
 
-NUM_SCALARS = 7
+NUM_SCALARS = 10
 _REPLAY_BLOCK = 1024
-_F32_TINY = float(np.finfo(np.float32).tiny)
+_EPS_MIN = 1e-30
 
 
 @dataclass(frozen=True)
 class AdamW:
     """Decay rates and eps of AdamW; makes the per-step scalars the kernels take.
 
-    Raises ConfigError unless 0 <= beta < 1 and eps is at least the smallest normal float32
-    (zero would give 0 / 0 for a parameter that never had a gradient).
+    Raises ConfigError unless 0 <= beta < 1 and 1e-30 <= eps < inf (zero would give 0 / 0 for a
+    parameter that never had a gradient).
     """
 
     beta1: float = 0.9
@@ -76,37 +81,31 @@ class AdamW:
             value = getattr(self, key)
             if not 0.0 <= value < 1.0:
                 raise ConfigError(f"{key} is {value}, it must be at least 0 and below 1")
-        if not _F32_TINY <= self.eps < math.inf:
-            raise ConfigError(f"eps is {self.eps}, it must be at least {_F32_TINY:.3g} and finite")
+        if not _EPS_MIN <= self.eps < math.inf:
+            raise ConfigError(f"eps is {self.eps}, it must be at least {_EPS_MIN} and finite")
 
     def scalars(self, step: int, lr: float, weight_decay: float) -> F32:
-        """Row [7] of float32 for step number `step` (the first is 1), computed in float64.
+        """Row [10] of float32 for step number `step` (the first is 1), computed in float64.
 
-        Order: lr * weight_decay, lr / (1 - beta1^step), 1 / sqrt(1 - beta2^step), beta2,
-        1 - beta1, 1 - beta2, eps. Raises ValueError for step < 1 or a scalar not finite and >= 0.
+        Order: lr * weight_decay, lr * sqrt(1 - beta2^step) / (1 - beta1^step),
+        eps * sqrt(1 - beta2^step), beta2, then 1 - beta2, beta1 and 1 - beta1, each followed by
+        what its rounding to float32 lost. Raises ValueError for step < 1, or lr or weight_decay
+        negative or not finite.
         """
         if step < 1:
             raise ValueError(f"step is {step}, the first is 1")
         for key, value in (("lr", lr), ("weight_decay", weight_decay)):
             if not 0.0 <= value < math.inf:
                 raise ValueError(f"{key} is {value}, it must be finite and not negative")
-        correction1 = 1.0 - self.beta1**step
-        correction2 = 1.0 - self.beta2**step
-        return np.array(
-            [
-                lr * weight_decay,
-                lr / correction1,
-                1.0 / math.sqrt(correction2),
-                self.beta2,
-                1.0 - self.beta1,
-                1.0 - self.beta2,
-                self.eps,
-            ],
-            np.float32,
-        )
+        root = math.sqrt(1.0 - self.beta2**step)
+        step_size = lr * root / (1.0 - self.beta1**step)
+        row = [lr * weight_decay, step_size, self.eps * root, self.beta2]
+        for value in (1.0 - self.beta2, self.beta1, 1.0 - self.beta1):
+            row += [value, value - float(np.float32(value))]
+        return np.array(row, np.float32)
 
     def table(self, steps: Iterable[tuple[int, float, float]]) -> F32:
-        """Rows [num_steps, 7] of `scalars` for each (step, lr, weight_decay), for `replay_*`."""
+        """Rows [num_steps, 10] of `scalars` for each (step, lr, weight_decay), for `replay_*`."""
         rows = [self.scalars(step, lr, weight_decay) for step, lr, weight_decay in steps]
         return np.stack(rows) if rows else np.empty((0, NUM_SCALARS), np.float32)
 
@@ -243,11 +242,13 @@ def _check_replay(exp_avg: F32, exp_avg_sq: F32, table: F32, size: int) -> int:
 @numba.njit(error_model="numpy", fastmath=False)
 def _element(p, m, v, g, row):  # type: ignore[no-untyped-def]
     """The step of the module's formula for one element: new (p, m, v)."""
-    decay, step_size, inv_sqrt_bc2, beta2, rate1, rate2, eps = row
-    m = flush(fma(rate1, g - m, m))
-    v = flush(fma(beta2, v, (rate2 * g) * g))
+    decay, step_size, eps, beta2, rate2, rate2_low, beta1, beta1_low, rate1, rate1_low = row
+    fresh = rate1 * g
+    lost = fma(rate1_low, g, fma(beta1_low, m, fma(rate1, g, -fresh)))
+    m = flush(fma(beta1, m, fresh) + lost)
+    v = flush(fma(fma(rate2, g, rate2_low * g), g, beta2 * v))
     p = fma(-decay, p, p)
-    p = fma(-step_size, m / fma(sqrt(v), inv_sqrt_bc2, eps), p)
+    p = fma(-step_size, m / (sqrt(v) + eps), p)
     return clamp(p), m, v
 
 
@@ -261,6 +262,9 @@ def _row(scalars):  # type: ignore[no-untyped-def]
         scalars[4],
         scalars[5],
         scalars[6],
+        scalars[7],
+        scalars[8],
+        scalars[9],
     )
 
 
