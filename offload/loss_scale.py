@@ -1,4 +1,4 @@
-"""Dynamic loss scaling (Micikevicius et al. 2018, "Mixed Precision Training", section 3.2). Pure."""
+"""Dynamic loss scaling (Micikevicius et al. 2018, "Mixed Precision Training", 3.2). Pure."""
 
 from __future__ import annotations
 

@@ -7,9 +7,8 @@ kernels are element-wise, so grouping cannot change a bit.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 from offload.arena import Buffer
 from offload.blocks import UnitLayout
@@ -59,7 +58,7 @@ class UpdateJob:
                 grad = field_view(self.grad, layout.field("grad", "grad"))[lo:hi]
                 _update(layout.weight_dtype, kept, arrays, grad, self.grad_scale, scalars, pool)
 
-    def _arrays(self, layout: UnitLayout, lo: int, hi: int, kept: bool) -> Any:
+    def _arrays(self, layout: UnitLayout, lo: int, hi: int, kept: bool) -> list[Array]:
         assert self.weight is not None and self.state is not None
         moments = [
             field_view(self.state, layout.field("state", name))[lo:hi]
@@ -92,27 +91,25 @@ def groups(layout: UnitLayout) -> Iterator[tuple[int, int, bool, bool]]:
         yield run
 
 
-def _replay(dtype: str, kept: bool, arrays: Any, table: F32, pool: KernelPool) -> None:
-    if kept:
-        adamw.replay_master(*arrays, table, pool=pool)
-    elif dtype == "float16":
-        adamw.replay_master_f16(*arrays, table, pool=pool)
-    else:
-        adamw.replay_split(*arrays, table, pool=pool)
+def _replay(dtype: str, kept: bool, arrays: list[Array], table: F32, pool: KernelPool) -> None:
+    split: Callable[..., None] = adamw.replay_split
+    half: Callable[..., None] = adamw.replay_master_f16
+    master: Callable[..., None] = adamw.replay_master
+    kernel = master if kept else half if dtype == "float16" else split
+    kernel(*arrays, table, pool=pool)
 
 
 def _update(
     dtype: str,
     kept: bool,
-    arrays: Any,
+    arrays: list[Array],
     grad: Array,
     scale: float,
     scalars: F32,
     pool: KernelPool,
 ) -> None:
-    if kept:
-        adamw.update_master(*arrays, grad, scale, scalars, pool=pool)
-    elif dtype == "float16":
-        adamw.update_master_f16(*arrays, grad, scale, scalars, pool=pool)
-    else:
-        adamw.update_split(*arrays, grad, scale, scalars, pool=pool)
+    split: Callable[..., None] = adamw.update_split
+    half: Callable[..., None] = adamw.update_master_f16
+    master: Callable[..., None] = adamw.update_master
+    kernel = master if kept else half if dtype == "float16" else split
+    kernel(*arrays, grad, scale, scalars, pool=pool)

@@ -84,6 +84,12 @@ class UpdateStream:
         self._queue.insert(self._first_unprepared(), job)
         self._shared.changed.notify_all()
 
+    def wait_applied(self) -> None:
+        """Block until every job is applied; writes may still be draining."""
+        with self._shared.changed:
+            while self._queue or self._running:
+                self._shared.wait()
+
     def drain(self) -> None:
         """Block until every job is applied and every write is done, held state included."""
         with self._shared.changed:

@@ -1,0 +1,117 @@
+"""Whole masters in and out: initial values, export, digest. The update stream must be idle."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from offload.arena import Buffer
+from offload.blocks import TensorPlace, TensorSpec
+from offload.device_copy import field_view
+from offload.host_memory import HostMemory
+from offload.nvme.store import NvmeStore
+from offload.residency import Shared, UnitState
+from ops.kernels.pool import KernelPool
+from ops.kernels.split import join_master, narrow_f16, split_master
+
+
+class MasterAccess:
+    """Reads and writes the fp32 masters of units, whatever their home and storage form."""
+
+    def __init__(
+        self, shared: Shared, host: HostMemory, store: NvmeStore | None, pool: KernelPool
+    ) -> None:
+        self._shared = shared
+        self._host = host
+        self._store = store
+        self._pool = pool
+
+    def initialize(self, values: Callable[[TensorSpec], np.ndarray]) -> None:
+        """Write `values(tensor)` (fp32, flat) and zero moments to every unit's home; blocks."""
+        for unit in self._shared.units.values():
+            weight, state = self._blocks(unit)
+            state.array[:] = 0
+            for place in unit.layout.places:
+                self._store_values(unit, place, values(place.spec), weight, state)
+            for part, buffer, cold in (
+                ("weight", weight, unit.weight_on_nvme),
+                ("state", state, unit.state_on_nvme),
+            ):
+                if cold:
+                    assert self._store is not None
+                    nbytes = unit.layout.nbytes(part)
+                    self._store.write(
+                        unit.block(part), buffer.array, "commit", nbytes=nbytes
+                    ).wait()
+
+    def sorted(self) -> Iterator[tuple[TensorSpec, np.ndarray]]:
+        """(tensor, flat fp32 masters) by UTF-8 name and row; an array lives until the next."""
+        wanted = [
+            (place.spec.name.encode(), place.spec.row0, unit, place)
+            for unit in self._shared.units.values()
+            for place in unit.layout.places
+        ]
+        wanted.sort(key=lambda row: row[:2])
+        loaded: UnitState | None = None
+        for _, _, unit, place in wanted:
+            if unit is not loaded:
+                weight, state = self._blocks(unit)
+                self._read(unit, weight, state)
+                loaded = unit
+            yield place.spec, self._values(unit, place, weight, state)
+
+    def _blocks(self, unit: UnitState) -> tuple[Buffer, Buffer]:
+        """The unit's blocks: its homes, or parts of an idle update slot."""
+        weight, state, offset = unit.host_weight, unit.host_state, 0
+        if unit.weight_on_nvme:
+            weight = self._host.update_slots[0].slice(0, unit.weight_bytes)
+            offset = unit.weight_bytes
+        if unit.state_on_nvme:
+            state = self._host.update_slots[0].slice(offset, unit.state_bytes)
+        assert weight is not None and state is not None
+        return weight, state
+
+    def _read(self, unit: UnitState, weight: Buffer, state: Buffer) -> None:
+        for part, buffer, cold in (
+            ("weight", weight, unit.weight_on_nvme),
+            ("state", state, unit.state_on_nvme),
+        ):
+            if cold:
+                assert self._store is not None
+                nbytes = unit.layout.nbytes(part)
+                self._store.read(unit.block(part), buffer.array, "commit", nbytes=nbytes).wait()
+
+    def _store_values(
+        self, unit: UnitState, place: TensorPlace, values: np.ndarray, weight: Buffer, state: Buffer
+    ) -> None:
+        layout = unit.layout
+        lo, hi = place.start, place.start + place.spec.size
+        if place.kept:
+            first = layout.num_split
+            master = field_view(weight, layout.field("weight", "master"))
+            master[lo - first : hi - first] = values
+            return
+        compute = field_view(weight, layout.field("weight", "weight"))[lo:hi]
+        if layout.weight_dtype == "float16":
+            field_view(state, layout.field("state", "master_split"))[lo:hi] = values
+            narrow_f16(values, compute, pool=self._pool)
+        else:
+            residual = field_view(state, layout.field("state", "residual"))[lo:hi]
+            split_master(values, compute, residual, pool=self._pool)
+
+    def _values(
+        self, unit: UnitState, place: TensorPlace, weight: Buffer, state: Buffer
+    ) -> np.ndarray:
+        layout = unit.layout
+        lo, hi = place.start, place.start + place.spec.size
+        if place.kept:
+            first = layout.num_split
+            return field_view(weight, layout.field("weight", "master"))[lo - first : hi - first]
+        if layout.weight_dtype == "float16":
+            return field_view(state, layout.field("state", "master_split"))[lo:hi]
+        master = np.empty(place.spec.size, np.float32)
+        compute = field_view(weight, layout.field("weight", "weight"))[lo:hi]
+        residual = field_view(state, layout.field("state", "residual"))[lo:hi]
+        join_master(compute, residual, master, pool=self._pool)
+        return master
