@@ -141,7 +141,10 @@ def data(context: typer.Context) -> None:
     # Not mounted, because that would load NumPy before `train` could set its environment.
     from launch.data_command import app as data_app
 
-    data_app(context.args, prog_name=context.command_path)
+    shell = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    shell.add_typer(data_app, name="data")
+    assert context.parent is not None
+    shell(["data", *context.args], prog_name=context.parent.command_path)
 
 
 def main() -> None:

@@ -45,7 +45,7 @@ def _terms(terms: tuple[Term, ...]) -> list[dict[str, Any]]:
 def require_fit(plan: MemoryPlan) -> None:
     """Raise PlanError, with the arithmetic and what would make it fit, unless the plan fits."""
     if not plan.fits:
-        raise PlanError(" ".join((*plan.problems, *plan.remedies)))
+        raise PlanError("; ".join((*plan.problems, *plan.remedies)) + ".")
 
 
 def render_plan(name: str, plan: MemoryPlan, console: Console) -> None:

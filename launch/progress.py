@@ -53,38 +53,32 @@ class Observer(Protocol):
 
 
 class Observers:
-    """Several observers as one; they are told in order."""
+    """Several observers as one; they are told in order and closed in reverse."""
 
     def __init__(self, observers: Sequence[Observer]) -> None:
         self._observers = tuple(observers)
 
     def on_start(self, info: Mapping[str, Any]) -> None:
-        """Tell all."""
         for observer in self._observers:
             observer.on_start(info)
 
     def on_step(self, record: Mapping[str, Any]) -> None:
-        """Tell all."""
         for observer in self._observers:
             observer.on_step(record)
 
     def on_eval(self, record: Mapping[str, Any]) -> None:
-        """Tell all."""
         for observer in self._observers:
             observer.on_eval(record)
 
     def on_message(self, text: str) -> None:
-        """Tell all."""
         for observer in self._observers:
             observer.on_message(text)
 
     def on_end(self, report: Mapping[str, Any]) -> None:
-        """Tell all."""
         for observer in self._observers:
             observer.on_end(report)
 
     def close(self) -> None:
-        """Close all, the last first."""
         for observer in reversed(self._observers):
             observer.close()
 

@@ -93,3 +93,10 @@ def test_the_architecture_page_maps_every_file() -> None:
 def test_ci_runs_exactly_the_two_targets() -> None:
     lines = (ROOT / ".ci" / "run").read_text(encoding="utf-8").splitlines()
     assert [line for line in lines if line.startswith("make")] == ["make checks", "make test"]
+
+
+def test_the_in_memory_example_trains_the_default_model() -> None:
+    example = load_config(str(ROOT / "examples" / "all-in-memory.yaml"))
+    default = load_config("tiny-moe")
+    for section in ("model", "train", "optimizer", "data", "runtime"):
+        assert getattr(example, section) == getattr(default, section)

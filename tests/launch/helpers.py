@@ -21,7 +21,7 @@ def tier_plan(tier: str, capacity_bytes: int, minimum_bytes: int) -> TierPlan:
 
 def memory_plan(fits: bool = True) -> MemoryPlan:
     """A small plan; the host is too small unless it fits."""
-    problem = "The host tier needs 8.0 MiB but offload.host.capacity is 4.0 MiB."
+    problem = "offload.host.capacity = 4.0 MiB is below the minimum of 8.0 MiB"
     return MemoryPlan(
         tiers={
             "device": tier_plan("device", 4 * MIB, MIB),
@@ -33,7 +33,7 @@ def memory_plan(fits: bool = True) -> MemoryPlan:
         state_bytes=12 * MIB,
         fits=fits,
         problems=() if fits else (problem,),
-        remedies=() if fits else ("Set offload.host.capacity to at least 8MiB.",),
+        remedies=() if fits else ("set offload.host.capacity to at least 8MiB",),
         homes={},
         spilled=frozenset(),
         update_slot_bytes=0,

@@ -135,7 +135,7 @@ def test_a_plan_that_does_not_fit_is_refused_before_anything_is_made(
 ) -> None:
     build.make_plan = lambda config: memory_plan(fits=False)  # type: ignore[attr-defined]
     assert call("train", "tiny-moe") == 2
-    assert "Set offload.host.capacity to at least 8MiB." in capsys.readouterr().err
+    assert "set offload.host.capacity to at least 8MiB." in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
 
