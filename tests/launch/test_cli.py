@@ -285,3 +285,12 @@ def test_a_signal_ends_the_run_after_its_step_with_130(
     assert child.returncode == 130
     assert err.endswith("headrace: stopped after step 1, as asked\n")
     assert "Traceback" not in err
+
+
+def test_python_m_launch_is_the_same_program() -> None:
+    code = (
+        "import runpy, sys; sys.argv = ['launch', 'config', 'tiny-mo']; runpy.run_module('launch')"
+    )
+    result = run_python(code)
+    assert result.returncode == 2
+    assert result.stderr.startswith("headrace: tiny-mo is neither a file nor a preset")
