@@ -38,18 +38,23 @@ from ops.nn.workspace import query_block
 _MASKED = -1e30
 
 
-def rope_tables(dims: StageDims, dtype: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return cos_SC, sin_SC of rotary embedding (Su et al. 2021, eq. 34), halves as in HF Llama."""
+def rope_tables(dims: StageDims, dtype: str) -> tuple[np.ndarray, ...]:
+    """Return cos_SC, sin_SC for queries (times C**-0.5, the scores' scale), then for keys.
+
+    Rotary embedding: Su et al. 2021, eq. 34, with the halves paired as in Hugging Face's Llama.
+    """
     half = np.arange(0, dims.head_dim, 2, dtype=np.float64) / dims.head_dim
     angle = np.outer(np.arange(dims.seq_len), dims.rope_theta**-half)
     angle = np.concatenate([angle, angle], axis=1)
     kind = np_dtype(stream_dtype(dtype))
-    return np.cos(angle).astype(kind), np.sin(angle).astype(kind)
+    cos, sin, scale = np.cos(angle), np.sin(angle), dims.head_dim**-0.5
+    return tuple(table.astype(kind) for table in (cos * scale, sin * scale, cos, sin))
 
 
 def causal_bias(dims: StageDims, dtype: str) -> np.ndarray:
-    """Return bias_SS: 0 where a query may see a key, a very negative number elsewhere."""
-    seen = np.tril(np.ones((dims.seq_len, dims.seq_len), bool))
+    """Return the [block, block] bias of scores on the diagonal: 0, or very negative if unseen."""
+    block = query_block(dims.seq_len)
+    seen = np.tril(np.ones((block, block), bool))
     return np.where(seen, 0.0, _MASKED).astype(np_dtype(stream_dtype(dtype)))
 
 
@@ -64,7 +69,6 @@ def build_attention(dims: StageDims, dtype: str) -> dict[str, Callable[..., Any]
     M, half, eps, qk_norm = H // G, C // 2, dims.rms_norm_eps, dims.qk_norm
     step = query_block(S)
     starts = tuple(range(0, S, step))
-    scale = C**-0.5
 
     def heads(x: Tensor, n: int) -> Tensor:  # [T, n*C] -> [B, n, S, C]
         return ops.transpose(x.reshape((-1, S, n, C)), (0, 2, 1, 3))
@@ -89,12 +93,14 @@ def build_attention(dims: StageDims, dtype: str) -> dict[str, Callable[..., Any]
         dx, dw = rms_norm_dx(heads(x, n).astype(st), w, dy, eps)
         return flat(dx, n).astype(ct), sum_rows(dw.reshape((-1, C)))
 
-    def probs(
-        q5: Tensor, k3: Tensor, bias: Tensor, lo: int, hi: int
-    ) -> tuple[Tensor, ...]:  # q5 [B*G, M, S, C], k3 [B*G, S, C]
+    def probs(q5: Tensor, k3: Tensor, bias: Tensor, lo: int, hi: int) -> tuple[Tensor, ...]:
+        # q5 [B*G, M, S, C], k3 [B*G, S, C]
         q = q5[:, :, lo:hi].reshape((-1, M * (hi - lo), C))
         s = bmm_nt(q, k3[:, :hi]).astype(st).reshape((-1, M, hi - lo, hi))
-        p = ops.softmax(s * scale + bias[lo:hi, :hi], -1)
+        mask = bias if hi - lo == step else bias[: hi - lo, : hi - lo]
+        if lo > 0:
+            mask = ops.concat((ops.zeros((hi - lo, lo), st), mask), 1)
+        p = ops.softmax(s + mask, -1)
         return q, p.reshape((-1, M * (hi - lo), hi)).astype(ct)
 
     def attn_fwd(
@@ -106,13 +112,15 @@ def build_attention(dims: StageDims, dtype: str) -> dict[str, Callable[..., Any]
         wo: Tensor,
         qn: Tensor,
         kn: Tensor,
+        cos_q: Tensor,
+        sin_q: Tensor,
         cos: Tensor,
         sin: Tensor,
         bias: Tensor,
     ) -> tuple[Tensor, ...]:
         xn = rms_norm(h, ln, eps).astype(ct)
         q, k, v = nt(xn, wq), nt(xn, wk), nt(xn, wv)
-        q5 = prepare(q, qn, H, cos, sin).reshape((-1, M, S, C))
+        q5 = prepare(q, qn, H, cos_q, sin_q).reshape((-1, M, S, C))
         k3 = prepare(k, kn, G, cos, sin).reshape((-1, S, C))
         v3 = heads(v, G).reshape((-1, S, C))
         outs = []
@@ -134,9 +142,9 @@ def build_attention(dims: StageDims, dtype: str) -> dict[str, Callable[..., Any]
             q, p = probs(q5, k3, bias, lo, hi)
             do = do5[:, :, lo:hi].reshape((-1, M * (hi - lo), C))
             o = o5[:, :, lo:hi].reshape((-1, M * (hi - lo), C))
-            delta = ops.sum((do * o).astype(st), -1, True)
+            delta = ops.mean((do * o).astype(st), -1, True) * C
             dp = bmm_nt(do, v3[:, :hi]).astype(st)
-            ds = ((dp - delta) * p.astype(st) * scale).astype(ct)
+            ds = ((dp - delta) * p.astype(st)).astype(ct)
             dqs.append(bmm_nn(ds, k3[:, :hi]).reshape((-1, M, hi - lo, C)))
             dk_part, dv_part = bmm_tn(ds, q), bmm_tn(p, do)
             if hi < S:
@@ -161,6 +169,8 @@ def build_attention(dims: StageDims, dtype: str) -> dict[str, Callable[..., Any]
         v: Tensor,
         o: Tensor,
         dh_mid: Tensor,
+        cos_q: Tensor,
+        sin_q: Tensor,
         cos: Tensor,
         sin: Tensor,
         bias: Tensor,
@@ -168,14 +178,14 @@ def build_attention(dims: StageDims, dtype: str) -> dict[str, Callable[..., Any]
         dy = dh_mid.astype(ct)
         do, dwo = nn(dy, wo), tn(dy, o)
         dq5, dk3, dv3 = core_bwd(
-            prepare(q, qn, H, cos, sin).reshape((-1, M, S, C)),
+            prepare(q, qn, H, cos_q, sin_q).reshape((-1, M, S, C)),
             prepare(k, kn, G, cos, sin).reshape((-1, S, C)),
             heads(v, G).reshape((-1, S, C)),
             heads(o, H).reshape((-1, M, S, C)),
             heads(do, H).reshape((-1, M, S, C)),
             bias,
         )
-        dq, dqn = prepare_dx(q, qn, H, cos, sin, dq5.reshape((-1, H, S, C)))
+        dq, dqn = prepare_dx(q, qn, H, cos_q, sin_q, dq5.reshape((-1, H, S, C)))
         dk, dkn = prepare_dx(k, kn, G, cos, sin, dk3.reshape((-1, G, S, C)))
         dv = flat(dv3.reshape((-1, G, S, C)), G)
         dxn = (nn(dq, wq) + nn(dk, wk) + nn(dv, wv)).astype(st)

@@ -14,7 +14,7 @@ from typing import Any
 from mindspore import ops
 
 from ops.nn.dims import StageDims
-from ops.nn.primitives import Tensor, jit, ms_dtype, nn, nt, stream_dtype, tn
+from ops.nn.primitives import Tensor, jit, ms_dtype, nn, nt, stream_dtype, sum_last, tn
 
 
 def build_experts(dims: StageDims, dtype: str) -> dict[str, Callable[..., Any]]:
@@ -47,7 +47,7 @@ def build_experts(dims: StageDims, dtype: str) -> dict[str, Callable[..., Any]]:
         s = ops.sigmoid(g)
         sg = s * g
         a = sg * u
-        dw = ops.sum((da * a).astype(st), -1)
+        dw = sum_last((da * a).astype(st)).reshape((-1,))
         dwd = tn(dy, a * w_N1)
         da = da * w_N1
         du = da * sg

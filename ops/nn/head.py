@@ -23,6 +23,7 @@ from ops.nn.primitives import (
     rms_norm,
     rms_norm_dx,
     stream_dtype,
+    sum_last,
     sum_rows,
     tn,
 )
@@ -55,8 +56,8 @@ def build_head(dims: StageDims, dtype: str) -> dict[str, Callable[..., Any]]:
 
     def head_slice_fwd(xn: Tensor, w: Tensor, targets: Tensor, row0: Tensor) -> tuple[Tensor, ...]:
         logits = nt(xn.astype(st), w.astype(st))
-        top = ops.amax(logits, -1, True)
-        total = ops.sum(ops.exp(logits - top), -1)
+        top = ops.max(logits, -1, True)[0]
+        total = sum_last(ops.exp(logits - top)).reshape((-1,))
         row, inside = locate(targets, row0, w.shape[0])
         picked = ops.gather_elements(logits, 1, row.reshape((-1, 1))) * inside
         return top.reshape((-1,)), total, picked.reshape((-1,))

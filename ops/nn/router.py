@@ -40,7 +40,7 @@ def build_router(dims: StageDims, dtype: str) -> dict[str, Callable[..., Any]]:
     eps, renormalise = dims.rms_norm_eps, dims.norm_topk_prob
 
     def softmax_lse(logits: Tensor) -> tuple[Tensor, ...]:
-        top = ops.amax(logits, -1, True)
+        top = ops.max(logits, -1, True)[0]
         e = ops.exp(logits - top)
         total = ops.sum(e, -1, True)
         return e / total, top + ops.log(total)

@@ -74,8 +74,8 @@ class Stages:
         self.compute_dtype = compute_dtype
         self.stream_dtype = stream_dtype(compute_dtype)
         self._functions = _compiled(dims, compute_dtype)
-        cos, sin = rope_tables(dims, compute_dtype)
-        self._tables = (ms.Tensor(cos), ms.Tensor(sin), ms.Tensor(causal_bias(dims, compute_dtype)))
+        tables = (*rope_tables(dims, compute_dtype), causal_bias(dims, compute_dtype))
+        self._tables = tuple(ms.Tensor(table) for table in tables)
         self._no_norm = ms.Tensor(np.zeros(1, np_dtype(self.stream_dtype)))
         self._row0: dict[int, Tensor] = {}
 
