@@ -1,0 +1,150 @@
+"""The forward pass, stage by stage, layer-major over the micro-batches of a chunk.
+
+Shape suffixes as in `ops/nn/dims.py`. Every stage takes its inputs from the host, leases one unit,
+computes all micro-batches, and saves what later stages need.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from moe.context import LossSums, Routing, StepContext
+from moe.params import (
+    EMBEDDING,
+    FINAL_NORM,
+    HEAD,
+    NORM_UNIT,
+    embedding_units,
+    expert_unit,
+    head_units,
+    slice_rows,
+)
+from moe.schedule import expert_group
+from ops.nn.routing import SlotPlan, choose_experts
+from ops.nn.stages import merge_slices
+
+
+class Forward:
+    """Runs forward stages; `tokens` and `targets` are lists of flat i32 [T], one a micro-batch."""
+
+    def __init__(self, context: StepContext) -> None:
+        self._c = context
+
+    def run(self, tokens: Sequence[np.ndarray], targets: Sequence[np.ndarray]) -> LossSums:
+        """Forward all layers and the head; returns loss sums, saves what backward needs."""
+        sums = LossSums()
+        self._embed(tokens)
+        for layer in range(self._c.model.num_hidden_layers):
+            self.dense(layer, "fwd", sums)
+            self.experts(layer, "fwd")
+        self._head(targets, sums)
+        return sums
+
+    def _embed(self, tokens: Sequence[np.ndarray]) -> None:
+        c = self._c
+        for (row0, _), unit in zip(slice_rows(c.model), embedding_units(c.model)):
+            c.enter("fwd", unit)
+            with c.engine.use(unit) as use:
+                for m, tokens_T in enumerate(tokens):
+                    weight = use.weights[EMBEDDING]
+                    h = c.stages.embed_fwd(c.backend.wrap(tokens_T), weight, row0)
+                    name, index = c.stream_in(0, m)
+                    if row0:
+                        h = c.stages.add(c.get(name, index), h)
+                    c.put(name, index, h)
+
+    def dense(self, layer: int, kind: str, sums: LossSums | None) -> None:
+        """Attention, router and shared experts of a layer; `redo` repeats it before backward."""
+        c = self._c
+        unit = c.layer_unit(layer)
+        prefix = f"model.layers.{layer}"
+        c.enter(kind, unit)
+        with c.engine.use(unit) as use:
+            weights = c.attention(layer, use)
+            for m in range(c.micro):
+                slot = c.slot(layer, m)
+                h_mid, saved = c.stages.attn_fwd(c.get(*c.stream_in(layer, m)), weights)
+                for name, tensor in zip(("q", "k", "v", "o", "h_mid"), (*saved, h_mid)):
+                    c.put(name, slot, tensor)
+                xn, logits = c.stages.router_fwd(
+                    h_mid,
+                    use.weights[f"{prefix}.post_attention_layernorm.weight"],
+                    use.weights[f"{prefix}.mlp.gate.weight"],
+                )
+                c.put("xn", slot, xn)
+                c.put("logits", slot, logits)
+                self._route(layer, m, logits, sums)
+                if c.model.n_shared_experts:
+                    ffn = c.ffn(f"{prefix}.mlp.shared_experts", use)
+                    y, g, u = c.stages.shared_fwd(xn, *ffn)
+                    c.put("shared", m, y)
+                    if c.saves("sg"):
+                        c.put("sg", slot, g)
+                        c.put("su", slot, u)
+        if kind == "fwd":
+            needed = [expert_unit(layer, expert) for expert in c.needed_experts(layer)]
+            c.engine.resolve(expert_group(layer, c.chunk), needed)
+
+    def _route(self, layer: int, m: int, logits: object, sums: LossSums | None) -> None:
+        c = self._c
+        idx = choose_experts(c.backend.to_numpy(logits), c.model.num_experts_per_tok)
+        w, balance, z = c.stages.router_weights(logits, c.backend.wrap(idx))
+        plan = SlotPlan.of(idx, c.model.num_experts)
+        c.routing[layer, m] = Routing(plan, idx, np.array(c.backend.to_numpy(w)))
+        if sums is not None:
+            sums.balance += float(c.backend.to_numpy(balance))
+            sums.z += float(c.backend.to_numpy(z))
+
+    def experts(self, layer: int, kind: str) -> None:
+        """The needed experts one after another, then their weighted sum into the stream."""
+        c = self._c
+        c.enter(kind, f"experts.{layer}")
+        for expert in c.needed_experts(layer):
+            with c.engine.use(expert_unit(layer, expert)) as use:
+                ffn = c.ffn(f"model.layers.{layer}.mlp.experts.{expert}", use)
+                for m in range(c.micro):
+                    plan = c.routing[layer, m].plan
+                    rows = plan.slots(expert)
+                    if rows.stop == rows.start:
+                        continue
+                    slot = c.slot(layer, m)
+                    x = c.rows("xn", slot, plan.token_of_slot_P[rows], plan.bucket_of(expert))
+                    y, g, u = c.stages.expert_fwd(x, *ffn)
+                    c.put_rows("y", m, rows, y)
+                    if c.saves("g"):
+                        c.put_rows("g", slot, rows, g)
+                        c.put_rows("u", slot, rows, u)
+        for m in range(c.micro):
+            routing = c.routing[layer, m]
+            out = c.stages.combine(
+                c.get("h_mid", c.slot(layer, m)),
+                c.get("y", m),
+                c.backend.wrap(routing.plan.pos_TK),
+                c.backend.wrap(routing.w_TK),
+                c.get("shared", m) if c.model.n_shared_experts else None,
+            )
+            c.put(*c.stream_in(layer + 1, m), out)
+
+    def _head(self, targets: Sequence[np.ndarray], sums: LossSums) -> None:
+        c = self._c
+        c.enter("fwd", NORM_UNIT)
+        with c.engine.use(NORM_UNIT) as use:
+            for m in range(c.micro):
+                xn = c.stages.final_norm_fwd(c.get("h_out", m), use.weights[FINAL_NORM])
+                c.put("xn_out", m, xn)
+        slices: list[list[tuple[np.ndarray, ...]]] = [[] for _ in range(c.micro)]
+        name = EMBEDDING if c.model.tie_word_embeddings else HEAD
+        for (row0, _), unit in zip(slice_rows(c.model), head_units(c.model)):
+            c.enter("fwd head", unit)
+            with c.engine.use(unit) as use:
+                for m, targets_T in enumerate(targets):
+                    found = c.stages.head_slice_fwd(
+                        c.get("xn_out", m), use.weights[name], c.backend.wrap(targets_T), row0
+                    )
+                    slices[m].append(tuple(np.array(c.backend.to_numpy(x)) for x in found))
+        for m in range(c.micro):
+            lse_T, loss_T = merge_slices(slices[m])  # type: ignore[arg-type]
+            c.lse[m] = lse_T
+            sums.token_loss += float(np.sum(loss_T, dtype=np.float64))

@@ -1,0 +1,206 @@
+"""The training loop: batches, steps, records, evaluation, and the ways a run can end.
+
+Reads top down: `Trainer.run` is the loop; everything it needs is handed in by `launch/build.py`.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from moe.config import TrainConfig
+from moe.data.stream import BatchStream, Sequences
+from moe.digest import weights_digest
+from moe.lr import learning_rate
+from moe.step import StepResult, TrainingStep
+from offload.config import OptimizerConfig
+from offload.engine import OffloadEngine
+from offload.nvme.store import NvmeStore
+from ops.clock import seconds
+from ops.errors import NumericAlarm, Stopped
+
+
+class RunObserver(Protocol):
+    """Who is told about the run; records are plain dictionaries."""
+
+    def on_step(self, record: Mapping[str, Any]) -> None:
+        """A step has ended."""
+
+    def on_eval(self, record: Mapping[str, Any]) -> None:
+        """An evaluation has ended."""
+
+    def on_message(self, text: str) -> None:
+        """A sentence for the user."""
+
+
+@dataclass
+class RunTotals:
+    """What the report says about the run as a whole."""
+
+    steps: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    stall_seconds: float = 0.0
+    evals: list[dict[str, Any]] = field(default_factory=list)
+    weights_digest: str | None = None
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens trained per second of step time (evaluation excluded)."""
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+    @property
+    def stall_share(self) -> float:
+        """Share of step time in which compute waited for a lease."""
+        return self.stall_seconds / self.seconds if self.seconds else 0.0
+
+
+class LaneCounter:
+    """Differences of the byte counters from step to step."""
+
+    def __init__(self, engine: OffloadEngine, store: NvmeStore | None) -> None:
+        self._engine = engine
+        self._store = store
+        self._last = self._read()
+
+    def _read(self) -> dict[str, Any]:
+        lanes = self._engine.stats.snapshot()
+        found: dict[str, Any] = {
+            "h2d_bytes": lanes.h2d_bytes,
+            "d2h_bytes": lanes.d2h_bytes,
+            "stall": lanes.stall_seconds,
+            "wrong_guess_bytes": lanes.wrong_guess_bytes,
+        }
+        for way in ("read", "write"):
+            causes: dict[str, int] = {}
+            if self._store is not None:
+                stats = self._store.stats()
+                lane = stats.read if way == "read" else stats.written
+                causes = {**lane.payload_bytes, "padding": sum(lane.padding_bytes.values())}
+            found[way] = causes
+        return found
+
+    def step(self) -> dict[str, Any]:
+        """What has moved since the last call, in the form of `steps.jsonl`."""
+        now, last = self._read(), self._last
+        self._last = now
+        causes = {
+            cause: {
+                f"{way}_bytes": now[way].get(cause, 0) - last[way].get(cause, 0)
+                for way in ("read", "write")
+            }
+            for cause in now["read"]
+        }
+        return {
+            "stall_seconds": now["stall"] - last["stall"],
+            "lanes": {
+                "nvme_read_bytes": sum(row["read_bytes"] for row in causes.values()),
+                "nvme_write_bytes": sum(row["write_bytes"] for row in causes.values()),
+                "h2d_bytes": now["h2d_bytes"] - last["h2d_bytes"],
+                "d2h_bytes": now["d2h_bytes"] - last["d2h_bytes"],
+            },
+            "nvme_by_cause": causes,
+            "wrong_guess_bytes": now["wrong_guess_bytes"] - last["wrong_guess_bytes"],
+        }
+
+
+class Trainer:
+    """Runs up to `steps_limit` of the configured steps (the schedule is that of the total)."""
+
+    def __init__(
+        self,
+        train: TrainConfig,
+        optimizer: OptimizerConfig,
+        step: TrainingStep,
+        engine: OffloadEngine,
+        store: NvmeStore | None,
+        batches: BatchStream,
+        held_out: Callable[[], Iterator[Sequences]],
+        observer: RunObserver,
+        stop: threading.Event,
+        steps_limit: int | None = None,
+    ) -> None:
+        self._train = train
+        self._optimizer = optimizer
+        self._step = step
+        self._engine = engine
+        self._batches = batches
+        self._held_out = held_out
+        self._observer = observer
+        self._stop = stop
+        self._steps = train.steps if steps_limit is None else min(steps_limit, train.steps)
+        self._lanes = LaneCounter(engine, store)
+        self.totals = RunTotals()
+
+    def run(self) -> None:
+        """Train; raises Stopped or NumericAlarm after the step that saw the reason."""
+        for number in range(1, self._steps + 1):
+            self._one(number)
+            if self._stop.is_set():
+                self._engine.drain()
+                raise Stopped(f"stopped after step {number} of {self._steps}, as asked")
+            interval = self._train.eval_interval
+            if number == self._steps or (interval and number % interval == 0):
+                self._evaluate(number)
+        self.totals.weights_digest = weights_digest(self._engine)
+
+    def _one(self, number: int) -> None:
+        started = seconds()
+        batch = self._batches.next()
+        # A step skipped for overflow is not a step of the schedule.
+        rate = learning_rate(self._engine.optimizer_step + 1, self._train.steps, self._optimizer)
+        result = self._step.train(batch.tokens, batch.targets, rate)
+        spent = seconds() - started
+        self._record(number, batch.tokens.size, rate, spent, result)
+
+    def _record(
+        self, number: int, tokens: int, rate: float, spent: float, result: StepResult
+    ) -> None:
+        outcome, loss, totals = result.outcome, float(result.loss), self.totals
+        moved = self._lanes.step()
+        totals.steps, totals.tokens = number, totals.tokens + tokens
+        totals.seconds += spent
+        totals.stall_seconds += moved["stall_seconds"]
+        self._observer.on_step(
+            {
+                "step": number,
+                "loss": loss,
+                "loss_hex": loss.hex(),
+                "grad_norm": outcome.grad_norm,
+                "clip_factor": outcome.clip_factor,
+                "lr": rate,
+                "tokens": tokens,
+                "seconds": spent,
+                "experts_idle": outcome.idle_units,
+                "balance_loss": result.balance_loss,
+                "z_loss": result.z_loss,
+                "applied": outcome.applied,
+                "loss_scale": outcome.loss_scale,
+                **moved,
+            }
+        )
+        if outcome.alarm or (outcome.applied and not math.isfinite(loss)):
+            raise NumericAlarm(
+                f"step {number}: loss {loss} and gradient norm {outcome.grad_norm} are not finite "
+                f"numbers to train on; the weights are those after step {number - 1}. "
+                "Try a lower optimizer.learning_rate or longer optimizer.warmup_steps."
+            )
+        if not outcome.applied:
+            self._observer.on_message(
+                f"step {number} skipped: gradients overflowed at loss scale {outcome.loss_scale:g}"
+            )
+
+    def _evaluate(self, number: int) -> None:
+        self._engine.drain()
+        total, tokens = 0.0, 0
+        for batch in self._held_out():
+            total += self._step.evaluate(batch.tokens, batch.targets)
+            tokens += batch.tokens.size
+        loss = total / tokens
+        record = {"step": number, "loss": loss, "perplexity": math.exp(min(loss, 700.0))}
+        self.totals.evals.append(record)
+        self._observer.on_eval(record)
+        self._lanes.step()
