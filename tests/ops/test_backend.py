@@ -1,0 +1,72 @@
+"""The backends: sharing memory, waiting, settings and the NumPy check."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from ops.backend import MindSporeBackend
+from ops.device import NumpyBackend, check_numpy
+from ops.errors import ConfigError
+
+
+@pytest.fixture(params=[NumpyBackend, MindSporeBackend])
+def backend(request):
+    return request.param()
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, np.float64, np.int32])
+def test_wrap_shares_memory_both_ways(backend, dtype):
+    array = np.arange(6, dtype=dtype).reshape(2, 3)
+    tensor = backend.wrap(array)
+    array[1, 2] = 40
+    view = backend.to_numpy(tensor)
+    assert view[1, 2] == 40
+    view[0, 0] = 7
+    assert array[0, 0] == 7 and view.dtype == dtype
+
+
+def test_wrap_keeps_the_array_alive(backend):
+    tensor = backend.wrap(np.full(1 << 16, 3.0, np.float32))
+    np.full(1 << 16, 5.0, np.float32)
+    assert (backend.to_numpy(tensor) == 3).all()
+
+
+def test_threads_below_one_are_refused(backend):
+    with pytest.raises(ConfigError, match="compute threads is 0"):
+        backend.configure(threads=0)
+
+
+def test_versions_name_numpy(backend):
+    backend.sync()
+    assert backend.versions()["numpy"] == np.__version__
+
+
+def test_numpy_2_is_refused_in_one_sentence():
+    check_numpy("1.26.4")
+    with pytest.raises(ConfigError, match=r"NumPy 2\.2\.6 is installed.*pip install"):
+        check_numpy("2.2.6")
+
+
+def test_numpy_is_checked_before_mindspore_is_imported():
+    code = (
+        "import sys, numpy; numpy.__version__ = '2.0.0'\n"
+        "from ops.errors import ConfigError\n"
+        "try:\n    import ops.backend\n"
+        "except ConfigError:\n    sys.exit(10 + ('mindspore' in sys.modules))\n"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 10
+
+
+def test_onednn_mode_is_read_at_load_and_threads_are_reported():
+    code = (
+        "from ops.backend import MindSporeBackend as B; import numpy as np; b = B()\n"
+        "b.configure(threads=1); b.to_numpy(b.wrap(np.ones(2)) + 1)\n"
+        "print(b.versions()['onednn_fpmath_mode'], b.versions()['threads'])"
+    )
+    env = {"ONEDNN_DEFAULT_FPMATH_MODE": "BF16", "PATH": "", "GLOG_v": "3"}
+    out = subprocess.run(
+        [sys.executable, "-c", code], env=env, check=True, capture_output=True, text=True
+    )
+    assert out.stdout.split()[-2:] == ["BF16", "1"]
