@@ -150,7 +150,7 @@ def test_a_directory_with_a_run_is_refused(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("tiny-moe", "--steps", "121"), "--steps 121 is more than train.steps = 120"),
+        (("tiny-moe", "--steps", "99999"), "--steps 99999 is more than train.steps"),
         (("tiny-moe", "--steps", "0"), "--steps"),
         (("tiny-moe", "--set", "train.stps=1"), "did you mean train.steps?"),
         (("tiny-mo",), "did you mean tiny-moe?"),

@@ -75,7 +75,7 @@ def test_overrides_change_the_preset() -> None:
         ("optimizer.learning_rate=fast", "optimizer.learning_rate = 'fast' is not possible"),
         ("optimizer.learning_rate=.nan", "optimizer.learning_rate = nan is not possible"),
         ("optimizer.beta2=1", "optimizer.beta2 = 1.0 is not possible"),
-        ("optimizer.warmup_steps=121", "allowed is at most train.steps = 120"),
+        ("optimizer.warmup_steps=99999", "allowed is at most train.steps = "),
         ("optimizer.loss_scale.initial=2", "no effect unless train.compute_dtype is float16"),
         ("offload.host.capacity=4XB", "offload.host.capacity = '4XB' is not possible"),
         ("offload.host.capacity=-1", "offload.host.capacity = -1 is not possible"),
