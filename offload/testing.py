@@ -1,0 +1,279 @@
+"""Fakes for tests of the engine: a toy model whose compute is a few NumPy operations.
+
+The toy's "loss" is a checksum of every weight it leased, in order, and its gradients are pure
+functions of (weights, tensor name, step). So any byte that arrives late, stale or wrong changes a
+number, at a thousandth of a real model's cost.
+"""
+
+from __future__ import annotations
+
+import threading
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from offload.activations import ActivationSpec, activation_bytes
+from offload.blocks import TensorSpec, UnitLayout, UnitSpec
+from offload.config import NvmeConfig, OffloadConfig, OptimizerConfig, TierConfig
+from offload.engine import EngineParts, OffloadEngine, StepOutcome
+from offload.gradients import accumulator_bytes
+from offload.nvme.store import NvmeStore
+from offload.placement import Demands, MemoryPlan, plan_memory
+from offload.schedule import Stage
+from ops.device import NumpyBackend
+from ops.kernels.pool import KernelPool
+from ops.units import round_up
+
+HUGE_BYTES = 1 << 30
+
+
+@dataclass(frozen=True)
+class Toy:
+    """Shape and behaviour of a toy model."""
+
+    layers: int = 3
+    experts: int = 4
+    dense_size: int = 5000
+    expert_size: int = 9001
+    weight_dtype: str = "bfloat16"
+    grad_dtype: str = "bfloat16"
+    compute_dtype: str = "float32"
+    micro_batches: int = 2
+    needed: Callable[[int, int], list[int]] = lambda step, layer: [0, 1, 2, 3]
+    overflow_steps: frozenset[int] = frozenset()
+    workspace_bytes: int = 1 << 16
+
+    def units(self) -> list[UnitSpec]:
+        """Units in forward order: embedding, layers with experts, norm."""
+
+        def matrix(name: str, size: int, kept: bool = False) -> TensorSpec:
+            return TensorSpec(name, (size,), kept, True, 0.02)
+
+        units = [UnitSpec("embed", -1, None, (matrix("embed.w", 3000),))]
+        for layer in range(self.layers):
+            norm = TensorSpec(f"l{layer}.norm", (33,), True, False, None)
+            dense = matrix(f"l{layer}.w", self.dense_size)
+            router = matrix(f"l{layer}.router", 129, kept=True)
+            units.append(UnitSpec(f"l{layer}", layer, None, (norm, dense, router)))
+            for expert in range(self.experts):
+                tensor = matrix(f"l{layer}.e{expert}.w", self.expert_size)
+                units.append(UnitSpec(f"l{layer}.e{expert}", layer, expert, (tensor,)))
+        norm = TensorSpec("norm", (65,), True, False, None)
+        units.append(UnitSpec("norm", self.layers, None, (norm,)))
+        return units
+
+    def layouts(self) -> list[UnitLayout]:
+        """Layouts of the units."""
+        return [
+            UnitLayout(unit, self.weight_dtype, self.grad_dtype, self.compute_dtype)
+            for unit in self.units()
+        ]
+
+    def stages(self) -> list[Stage]:
+        """The access schedule of a step; the embedding is used at both ends (tied)."""
+        stages = [Stage("fwd embed", ("embed",))]
+        stages += self._layers("fwd", range(self.layers), False)
+        stages += [Stage("fwd norm", ("norm",)), Stage("bwd head", ("embed",), None, True)]
+        stages += [Stage("bwd norm", ("norm",), None, True)]
+        stages += self._layers("bwd", range(self.layers - 1, -1, -1), True)
+        return [*stages, Stage("bwd embed", ("embed",), None, True)]
+
+    def _layers(self, kind: str, layers: range, gradient: bool) -> list[Stage]:
+        stages = []
+        for layer in layers:
+            experts = tuple(f"l{layer}.e{expert}" for expert in range(self.experts))
+            dense = Stage(f"{kind} l{layer}", (f"l{layer}",), None, gradient)
+            routed = Stage(f"{kind} e{layer}", experts, f"experts {layer}", gradient)
+            stages += [routed, dense] if gradient else [dense, routed]
+        return stages
+
+    def values(self, tensor: TensorSpec) -> np.ndarray:
+        """Initial values of a tensor."""
+        if tensor.init_std is None:
+            return np.ones(tensor.size, np.float32)
+        seed = zlib.crc32(tensor.name.encode())
+        values = np.random.default_rng(seed).standard_normal(tensor.size, np.float32)
+        return values * np.float32(tensor.init_std)
+
+
+def budgets(
+    directory: Path, *, device: int = HUGE_BYTES, host: int = HUGE_BYTES, **options: object
+) -> OffloadConfig:
+    """An offload configuration with these capacities in bytes."""
+    settings = {"prefetch_buffer_size": 1 << 17, "io_workers": 4, **options}
+    return OffloadConfig(
+        device=TierConfig(device),
+        host=TierConfig(host),
+        nvme=NvmeConfig(HUGE_BYTES, str(directory)),
+        **settings,  # type: ignore[arg-type]
+    )
+
+
+def toy_plan(toy: Toy, config: OffloadConfig) -> MemoryPlan:
+    """The plan of a toy under `config`."""
+    layouts = toy.layouts()
+    sizes = {x.name: round_up(x.accumulator_nbytes, 4096) for x in layouts}
+    uses = {stage.units[0]: 1 for stage in toy.stages()} | {"embed": 2}
+    demands = Demands(
+        activation_bytes(ACTIVATIONS), accumulator_bytes(uses, sizes, False), toy.workspace_bytes
+    )
+    return plan_memory(layouts, config, demands)
+
+
+ACTIVATIONS = (ActivationSpec("h", (256,), "float32", 2),)
+
+
+def smallest_budgets(toy: Toy, config: OffloadConfig) -> OffloadConfig:
+    """`config` with the least device and host capacity its plan accepts."""
+    tight = replace(config, device=TierConfig(1), host=TierConfig(1))
+    tiers = toy_plan(toy, tight).tiers
+    return replace(
+        config,
+        device=TierConfig(tiers["device"].minimum_bytes),
+        host=TierConfig(tiers["host"].minimum_bytes),
+    )
+
+
+class ToyRun:
+    """An engine with a toy model on it."""
+
+    def __init__(
+        self,
+        toy: Toy,
+        config: OffloadConfig,
+        optimizer: OptimizerConfig,
+        store: NvmeStore | None,
+        pool: KernelPool,
+        **options: object,
+    ) -> None:
+        self.toy = toy
+        plan = toy_plan(toy, config)
+        assert plan.fits, plan.problems
+        parts = EngineParts(
+            layouts=toy.layouts(),
+            plan=plan,
+            backend=NumpyBackend(),
+            pool=pool,
+            store=store,
+            activations=ACTIVATIONS,
+            gradient_uses={unit.name: 1 for unit in toy.units()} | {"embed": 2},
+            loss_scaling=toy.compute_dtype == "float16",
+            **options,  # type: ignore[arg-type]
+        )
+        self.engine = OffloadEngine(parts, config, optimizer)
+        self.engine.initialize(toy.values)
+        self.outcomes: list[StepOutcome] = []
+
+    def step(self, number: int, rate: float) -> int:
+        """One training step; returns its checksum "loss"."""
+        engine, toy = self.engine, self.toy
+        engine.begin(toy.stages())
+        engine.begin_gradients()
+        loss = self._visit("fwd embed", "embed", 0)
+        for layer in range(toy.layers):
+            loss = self._visit(f"fwd l{layer}", f"l{layer}", loss)
+            needed = toy.needed(number, layer)
+            engine.resolve(f"experts {layer}", [f"l{layer}.e{e}" for e in needed])
+            engine.enter(f"fwd e{layer}")
+            for expert in needed:
+                loss = self._lease(f"l{layer}.e{expert}", loss)
+        loss = self._visit("fwd norm", "norm", loss)
+        loss = self._visit("bwd head", "embed", loss, number, use=0)
+        loss = self._visit("bwd norm", "norm", loss, number)
+        for layer in range(toy.layers - 1, -1, -1):
+            engine.enter(f"bwd e{layer}")
+            for expert in toy.needed(number, layer):
+                loss = self._lease(f"l{layer}.e{expert}", loss, number)
+            loss = self._visit(f"bwd l{layer}", f"l{layer}", loss, number)
+        loss = self._visit("bwd embed", "embed", loss, number, use=1)
+        self.outcomes.append(engine.finish_step(rate))
+        return loss
+
+    def evaluate(self) -> int:
+        """A forward pass over all experts, outside training."""
+        self.engine.drain()
+        self.engine.begin(self.toy.stages(), training=False)
+        loss = self._visit("fwd embed", "embed", 0)
+        for layer in range(self.toy.layers):
+            loss = self._visit(f"fwd l{layer}", f"l{layer}", loss)
+            names = [f"l{layer}.e{expert}" for expert in range(self.toy.experts)]
+            self.engine.resolve(f"experts {layer}", names)
+            self.engine.enter(f"fwd e{layer}")
+            for name in names:
+                loss = self._lease(name, loss)
+        return loss
+
+    def _visit(
+        self, stage: str, unit: str, loss: int, number: int | None = None, use: int = 0
+    ) -> int:
+        self.engine.enter(stage)
+        return self._lease(unit, loss, number, use)
+
+    def _lease(self, unit: str, loss: int, number: int | None = None, use: int = 0) -> int:
+        with self.engine.use(unit, gradient=number is not None, use=use) as held:
+            for name, weight in sorted(held.weights.items()):
+                array = np.asarray(weight)
+                loss = zlib.crc32(array.tobytes(), loss)
+                if number is not None:
+                    for micro in range(self.toy.micro_batches):
+                        grad = self._gradient(name, array, number, micro + 10 * use)
+                        held.add(name, grad)
+        return loss
+
+    def _gradient(self, name: str, weight: np.ndarray, number: int, part: int) -> np.ndarray:
+        seed = zlib.crc32(f"{name}/{number}/{part}".encode())
+        noise = np.random.default_rng(seed).standard_normal(weight.size, np.float32)
+        grad = (weight.astype(np.float32).reshape(-1) + noise) * np.float32(1e-2)
+        if number in self.toy.overflow_steps and name.endswith("e0.w"):
+            grad[0] = np.inf
+        return grad * np.float32(self.engine.scaler.scale)
+
+    def digest(self) -> int:
+        """Checksum of all masters."""
+        value = 0
+        for tensor, values in self.engine.masters():
+            value = zlib.crc32(values.tobytes(), zlib.crc32(tensor.name.encode(), value))
+        return value
+
+
+@contextmanager
+def toy_run(
+    toy: Toy,
+    config: OffloadConfig,
+    optimizer: OptimizerConfig | None = None,
+    *,
+    threads: int = 2,
+    **options: object,
+) -> Iterator[ToyRun]:
+    """A toy run with the store its plan needs, closed at the end."""
+    store = None
+    if toy_plan(toy, config).tiers["nvme"].used_bytes:
+        store = NvmeStore(config.nvme.path, config.nvme.capacity, workers=config.io_workers)
+    with KernelPool(threads) as pool:
+        run = ToyRun(toy, config, optimizer or OptimizerConfig(), store, pool, **options)
+        try:
+            yield run
+        finally:
+            run.engine.close()
+            if store is not None:
+                store.close(delete=True)
+
+
+class RandomDelays:
+    """Delays lanes by a random, seeded number of yields and short waits on an event."""
+
+    def __init__(self, seed: int, seconds_max: float = 0.002) -> None:
+        self._random = np.random.default_rng(seed)
+        self._lock = threading.Lock()
+        self._never = threading.Event()
+        self._seconds_max = seconds_max
+
+    def __call__(self, lane: str) -> None:
+        """Delay this transfer."""
+        with self._lock:
+            seconds = float(self._random.random()) * self._seconds_max
+        self._never.wait(seconds)
