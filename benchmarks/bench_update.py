@@ -3,7 +3,8 @@
 Ours: bfloat16 weight + int16 residual with bfloat16 gradients (26 bytes moved per parameter), and
 float32 masters with float32 gradients (28 bytes). Reference: `torch.optim.AdamW(fused=True)` on
 float32 parameters and gradients (28 bytes), as many parameters and threads, its arrays in the same
-kind of memory (page aligned, huge pages where ours have them). Also the replay of idle steps, beside the same steps done one by one. Run from the repository root:
+kind of memory (page aligned, huge pages where ours have them). Also the replay of idle steps,
+beside the same steps done one by one. Run from the repository root:
 
     python -m benchmarks.bench_update [--parameters 16777216] [--threads N] [--pairs 9]
 

@@ -76,14 +76,6 @@ def _call(builder: ir.IRBuilder, name: str, *args: ir.Value) -> ir.Value:
     return builder.call(function, list(args))
 
 
-def _clamped_bits(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
-    bits = builder.bitcast(value, _I32)
-    magnitude = builder.and_(bits, _c32(SIGN - 1))
-    inside = builder.icmp_unsigned("<", magnitude, _c32(CLAMP_BITS))
-    magnitude = builder.select(inside, magnitude, _c32(CLAMP_BITS))
-    return builder.or_(builder.and_(bits, _c32(SIGN)), magnitude)
-
-
 def _half_up(builder: ir.IRBuilder, bits: ir.Value) -> ir.Value:
     return builder.trunc(builder.lshr(builder.add(bits, _c32(0x8000)), _c32(16)), _I16)
 
@@ -133,31 +125,35 @@ def clamp(typingctx, x):  # type: ignore[no-untyped-def]
         return None
 
     def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
-        return builder.bitcast(_clamped_bits(builder, args[0]), _F32)
+        bits = builder.bitcast(args[0], _I32)
+        magnitude = builder.and_(bits, _c32(SIGN - 1))
+        inside = builder.icmp_unsigned("<", magnitude, _c32(CLAMP_BITS))
+        magnitude = builder.select(inside, magnitude, _c32(CLAMP_BITS))
+        return builder.bitcast(builder.or_(builder.and_(bits, _c32(SIGN)), magnitude), _F32)
 
     return types.float32(x), codegen
 
 
 @intrinsic
 def weight_of(typingctx, x):  # type: ignore[no-untyped-def]
-    """bfloat16 bits (uint16) of a master: (bits + 0x8000) >> 16 after the clamp."""
+    """bfloat16 bits (uint16) of a clamped master: (bits + 0x8000) >> 16."""
     if x != types.float32:
         return None
 
     def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
-        return _half_up(builder, _clamped_bits(builder, args[0]))
+        return _half_up(builder, builder.bitcast(args[0], _I32))
 
     return types.uint16(x), codegen
 
 
 @intrinsic
 def residual_of(typingctx, x):  # type: ignore[no-untyped-def]
-    """int16 difference bits - (weight << 16), which is the lower half of the bits, signed."""
+    """int16 difference bits - (weight << 16) of a clamped master: its lower half, signed."""
     if x != types.float32:
         return None
 
     def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
-        return builder.trunc(_clamped_bits(builder, args[0]), _I16)
+        return builder.trunc(builder.bitcast(args[0], _I32), _I16)
 
     return types.int16(x), codegen
 

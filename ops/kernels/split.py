@@ -23,6 +23,7 @@ import numpy as np
 from ops.kernels.arrays import F16, F32, F64, I16, U16, check_flat
 from ops.kernels.intrinsics import (
     bf16_of,
+    clamp,
     f16_of,
     kernel,
     master_of,
@@ -94,7 +95,7 @@ def narrow_f16(source: F32, target: F16, *, pool: KernelPool | None = None) -> N
 def _split(master, weight, residual, lo, hi):  # type: ignore[no-untyped-def]
     master, weight, residual = master[lo:hi], weight[lo:hi], residual[lo:hi]
     for i in range(hi - lo):
-        x = master[i]
+        x = clamp(master[i])
         weight[i] = weight_of(x)
         residual[i] = residual_of(x)
 
