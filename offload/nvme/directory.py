@@ -30,14 +30,14 @@ def check_settings(
     if capacity_bytes < 1:
         raise ConfigError(f"offload.nvme.capacity: {capacity_bytes} bytes; must be at least 1")
     if workers < 1:
-        raise ConfigError(f"offload.nvme.workers: {workers}; must be at least 1")
+        raise ConfigError(f"offload.io_workers: {workers}; must be at least 1")
     if request_bytes % CHUNK_BYTES or not CHUNK_BYTES <= request_bytes <= REQUEST_BYTES_MAX:
         raise ConfigError(
-            f"offload.nvme.request_bytes: {request_bytes}; must be a multiple of {CHUNK_BYTES} "
+            f"offload.io_request_size: {request_bytes}; must be a multiple of {CHUNK_BYTES} "
             f"from {CHUNK_BYTES} to {REQUEST_BYTES_MAX}"
         )
     if transfers_max < 1:
-        raise ConfigError(f"offload.nvme.transfers_max: {transfers_max}; must be at least 1")
+        raise ConfigError(f"transfers_max: {transfers_max}; must be at least 1")
 
 
 def lock_directory(directory: str) -> OwnerLock:

@@ -88,6 +88,32 @@ class ExtentAllocator:
         self.used_bytes_max = max(self.used_bytes_max, self.used_bytes)
         return Extent(offset, taken_bytes)
 
+    def allocate_pieces(self, nbytes: int) -> list[Extent] | None:
+        """Reserve `nbytes` bytes in as few extents as a greedy choice finds, or change nothing.
+
+        One extent where a free region fits, else the largest regions in turn, so that fragmentation
+        never refuses what the free bytes can hold. All but the last are multiples of the alignment.
+        None when the free bytes do not suffice. Raises ValueError as `allocate`.
+        """
+        if nbytes > self.free_bytes:
+            return None
+        pieces: list[Extent] = []
+        wanted_bytes, used_bytes_max = nbytes, self.used_bytes_max
+        while True:
+            piece_bytes = min(wanted_bytes, self.largest_free_bytes)
+            if piece_bytes < wanted_bytes:
+                piece_bytes -= piece_bytes % self.alignment_bytes
+            extent = self.allocate(piece_bytes) if piece_bytes or not wanted_bytes else None
+            if extent is None:
+                for piece in pieces:
+                    self.free(piece)
+                self.used_bytes_max = used_bytes_max
+                return None
+            pieces.append(extent)
+            wanted_bytes -= piece_bytes
+            if not wanted_bytes:
+                return pieces
+
     def free(self, extent: Extent) -> None:
         """Give `extent` back; raises ValueError if it is not allocated (a double free)."""
         if extent.nbytes == 0:

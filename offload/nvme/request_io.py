@@ -63,13 +63,13 @@ class RequestIo:
 
     def _read(self, request: Request, stored: StoredBlock, bounce: memoryview) -> int:
         transfer, padding_bytes = request.transfer, 0
-        for start, stop, direct in self._pieces(request):
+        for start, stop, direct in self._pieces(request, stored):
             wanted_bytes = self.padded(stop - start)
             memory = transfer.data[start : start + wanted_bytes] if direct else bounce
             read_fully(
                 self._file,
                 memory[:wanted_bytes],
-                stored.extent.offset + start,
+                stored.locate(start)[0],
                 block=transfer.block,
                 io_alignment_bytes=self._io_alignment_bytes,
             )
@@ -81,28 +81,41 @@ class RequestIo:
 
     def _write(self, request: Request, stored: StoredBlock, bounce: memoryview) -> int:
         transfer, padding_bytes = request.transfer, 0
-        offset = stored.extent.offset + request.start
-        length_bytes = self.padded(request.stop - request.start)
-        self._preallocator.ensure(offset + length_bytes, transfer.block, offset, length_bytes)
-        fill_checksums(stored.checksums, transfer.data[request.start : request.stop], request.start)
-        for start, stop, direct in self._pieces(request):
+        data = transfer.data[request.start : request.stop]
+        fill_checksums(stored.checksums, data, request.start)
+        for start, stop, direct in self._pieces(request, stored):
             wanted_bytes = self.padded(stop - start)
             memory = transfer.data[start : start + wanted_bytes] if direct else bounce
             if not direct:
                 bounce[: stop - start] = transfer.data[start:stop]
                 bounce[stop - start : wanted_bytes] = bytes(wanted_bytes - (stop - start))
+            offset = stored.locate(start)[0]
+            end = offset + wanted_bytes
+            self._preallocator.ensure(end, transfer.block, offset, wanted_bytes)
             write_fully(
                 self._file,
                 memory[:wanted_bytes],
-                stored.extent.offset + start,
+                offset,
                 block=transfer.block,
                 io_alignment_bytes=self._io_alignment_bytes,
             )
             padding_bytes += wanted_bytes - (stop - start)
         return padding_bytes
 
-    def _pieces(self, request: Request) -> Iterator[tuple[int, int, bool]]:
-        """(start, stop, direct) of each transfer: from the caller's memory, or via bounce."""
+    def _pieces(self, request: Request, stored: StoredBlock) -> Iterator[tuple[int, int, bool]]:
+        """(start, stop, direct) of each transfer: from the caller's memory, or via bounce.
+
+        Each lies in one extent; all but the block's last start and stop at multiples of the
+        alignment.
+        """
+        for start, stop, direct in self._runs(request):
+            while start < stop:
+                end = min(stop, start + stored.locate(start)[1])
+                yield start, end, direct
+                start = end
+
+    def _runs(self, request: Request) -> Iterator[tuple[int, int, bool]]:
+        """As `_pieces`, were there only one extent."""
         transfer, start, stop = request.transfer, request.start, request.stop
         if transfer.address % self._io_alignment_bytes:
             for piece in range(start, stop, BOUNCE_BYTES):
@@ -129,7 +142,7 @@ class RequestIo:
             f"checksum mismatch: stored {stored.checksums[chunk]:016x}, read {found:016x}; "
             "the block is corrupt and was not used",
             path=self._file.path,
-            offset=stored.extent.offset + start,
+            offset=stored.locate(start)[0],
             block=transfer.block,
             wanted_bytes=chunk_bytes,
             done_bytes=chunk_bytes,

@@ -1,6 +1,6 @@
 """The NVMe tier's store: named blocks in one data file, written out of place, verified on reading.
 
-A write takes a fresh extent, is cut into requests for a bounded pool of workers, and becomes the
+A write takes fresh room, is cut into requests for a bounded pool of workers, and becomes the
 block's version when all of it has been written; the old extent is freed when no read and no
 retained snapshot needs it. A read verifies every chunk of 1 MiB; a block that does not verify is
 never served.
@@ -288,8 +288,7 @@ class NvmeStore:
         allocator = self._table.allocator
         raise StorageError(
             f"offload.nvme.capacity: {allocator.capacity_bytes} bytes, of which "
-            f"{allocator.used_bytes} are in use; the largest free extent has "
-            f"{allocator.largest_free_bytes}; raise the capacity",
+            f"{allocator.used_bytes} are in use; raise the capacity",
             path=self._file.path,
             block=block,
             wanted_bytes=length_bytes,

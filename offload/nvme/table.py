@@ -1,6 +1,6 @@
 """Which extent holds which block, and who still needs it: shadow paging in memory.
 
-Every write of a block takes a fresh extent; the table entry switches when the write is whole. An
+Every write of a block takes fresh extents; the table entry switches when the write is whole. An
 extent is counted ("pinned") by the table or the write that fills it, by every read in flight and by
 every retained snapshot, and goes back to the allocator when the last of them lets go.
 
@@ -22,14 +22,23 @@ from ops.checksum import empty_checksums
 class StoredBlock:
     """One version of a block on the disk.
 
-    `nbytes` is its logical length, without padding; `extent.nbytes` is the room it takes.
-    `checksums` has one xxh3-64 per chunk of the logical bytes.
+    `nbytes` is its logical length, without padding; the `extents`, in the order of its bytes, are
+    the room it takes: one, unless free room is fragmented. `checksums` has one xxh3-64 per chunk of
+    the logical bytes.
     """
 
-    extent: Extent
+    extents: list[Extent]
     nbytes: int
     checksums: array[int]
     pins: int = 1
+
+    def locate(self, start: int) -> tuple[int, int]:
+        """File offset of byte `start` of the block, and how many bytes follow it without a gap."""
+        for extent in self.extents:
+            if start < extent.nbytes:
+                return extent.offset + start, extent.nbytes - start
+            start -= extent.nbytes
+        raise ValueError(f"byte {start} behind the last extent")
 
 
 class RetainedBlocks:
@@ -56,10 +65,10 @@ class BlockTable:
 
     def reserve(self, nbytes: int) -> StoredBlock | None:
         """A fresh, unnamed version with one pin, or None (and no change) when it does not fit."""
-        extent = self.allocator.allocate(nbytes)
-        if extent is None:
+        extents = self.allocator.allocate_pieces(nbytes)
+        if extents is None:
             return None
-        return StoredBlock(extent, nbytes, empty_checksums(nbytes))
+        return StoredBlock(extents, nbytes, empty_checksums(nbytes))
 
     def publish(self, block: str, stored: StoredBlock) -> None:
         """Make `stored` the version of `block`, taking over its writer's pin; unpin the old one."""
@@ -84,7 +93,8 @@ class BlockTable:
         assert stored.pins > 0
         stored.pins -= 1
         if stored.pins == 0:
-            self.allocator.free(stored.extent)
+            for extent in stored.extents:
+                self.allocator.free(extent)
 
     def retain(self) -> RetainedBlocks:
         """Pin every current block; O(number of blocks)."""

@@ -142,3 +142,36 @@ def _regions(owner: list[int]) -> list[Extent]:
 
 def _fits(owner: list[int], nbytes: int, alignment: int) -> bool:
     return nbytes == 0 or any(region.nbytes >= nbytes for region in _regions(owner))
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    capacity=st.integers(1, 200),
+    alignment=st.sampled_from([1, 4, 16]),
+    fill=st.lists(st.integers(1, 30), max_size=20),
+    holes=st.lists(st.integers(0, 100), max_size=10),
+    wanted=st.integers(0, 200),
+)
+def test_fragmentation_never_refuses_what_the_free_bytes_hold(
+    capacity, alignment, fill, holes, wanted
+):
+    """Out-of-place writes of blocks of many sizes scatter the free room of a full store."""
+    allocator = ExtentAllocator(capacity, alignment)
+    live = [extent for extent in map(allocator.allocate, fill) if extent is not None]
+    for hole in holes:
+        if live:
+            allocator.free(live.pop(hole % len(live)))
+    before = (allocator.free_bytes, allocator.used_bytes_max, allocator.free_regions())
+    pieces = allocator.allocate_pieces(wanted)
+    assert (pieces is not None) == (wanted <= before[0])
+    if pieces is None:
+        assert (allocator.free_bytes, allocator.used_bytes_max) == before[:2]
+        assert allocator.free_regions() == before[2]
+        return
+    assert all(piece.nbytes % alignment == 0 for piece in pieces[:-1])
+    assert wanted <= sum(piece.nbytes for piece in pieces) < wanted + alignment
+    if any(region.nbytes >= wanted for region in before[2]):
+        assert len(pieces) == 1
+    for piece in pieces:
+        allocator.free(piece)
+    assert allocator.free_regions() == before[2]

@@ -105,6 +105,27 @@ def test_room_that_is_about_to_be_freed_is_waited_for(open_store):
     assert store.stats().used_bytes_max == 2 * UNIT
 
 
+@pytest.mark.parametrize("access", [None, BUFFERED], ids=["probed", "buffered"])
+@pytest.mark.parametrize("skew_bytes", [0, 1])
+def test_a_block_fits_into_scattered_room(open_store, access, skew_bytes):
+    """The plan counts bytes; blocks of many sizes written out of place scatter the free ones."""
+    store = open_store(600 * UNIT + 9, access=access)
+    for index in range(200):
+        store.write(f"small.{index}", filled_buffer(3 * UNIT, seed=index), "update")
+    store.drain()
+    for index in range(0, 200, 2):
+        store.delete(f"small.{index}")
+    nbytes = 300 * UNIT + 9
+    _round_trip(store, "large", nbytes, skew_bytes=skew_bytes)
+    assert store.used_bytes == store.capacity_bytes
+    for index in range(1, 200, 2):
+        read = filled_buffer(3 * UNIT)
+        store.read(f"small.{index}", read, "update").wait()
+        assert (read == filled_buffer(3 * UNIT, seed=index)).all()
+    store.delete("large")
+    assert store.used_bytes == 300 * UNIT
+
+
 def test_element_sizes_are_never_mixed_up(open_store):
     # C03: bf16 weights, int16 residuals and fp32 moments of one unit
     store = open_store()
@@ -293,7 +314,7 @@ def test_retained_extents_are_not_reused(open_store, tmp_path):
         store.write("a", filled_buffer(UNIT, seed=seed), "update").wait()
     store.drain()
     assert store.used_bytes == 2 * UNIT
-    extent = retained.blocks["a"].extent
+    extent = retained.blocks["a"].extents[0]
     store.sync()
     data = (tmp_path / "rank0" / "data.bin").read_bytes()
     kept = data[extent.offset : extent.offset + UNIT]
@@ -309,10 +330,10 @@ def test_retained_extents_are_not_reused(open_store, tmp_path):
     ("options", "key"),
     [
         ({"capacity_bytes": 0}, "offload.nvme.capacity"),
-        ({"workers": 0}, "offload.nvme.workers"),
-        ({"request_bytes": MIB + 1}, "offload.nvme.request_bytes"),
-        ({"request_bytes": 16 * MIB}, "offload.nvme.request_bytes"),
-        ({"transfers_max": 0}, "offload.nvme.transfers_max"),
+        ({"workers": 0}, "offload.io_workers"),
+        ({"request_bytes": MIB + 1}, "offload.io_request_size"),
+        ({"request_bytes": 16 * MIB}, "offload.io_request_size"),
+        ({"transfers_max": 0}, "transfers_max"),
     ],
 )
 def test_settings_no_store_can_have_are_refused_with_their_key(open_store, options, key):

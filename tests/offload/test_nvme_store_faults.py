@@ -49,7 +49,7 @@ def _corrupt(store, offset, data):
 def _offset_of(store, block):
     retained = store.retain()
     store.release(retained)
-    return retained.blocks[block].extent.offset
+    return retained.blocks[block].extents[0].offset
 
 
 @pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC, errno.EINVAL])
