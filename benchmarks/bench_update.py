@@ -6,7 +6,7 @@ float32 parameters and gradients (28 bytes), as many parameters and threads, its
 kind of memory (page aligned, huge pages where ours have them). Also the replay of idle steps,
 beside the same steps done one by one. Run from the repository root:
 
-    python -m benchmarks.bench_update [--parameters 16777216] [--threads N] [--pairs 9]
+    python -m benchmarks.bench_update [--parameters 16777216] [--threads N] [--pairs 15]
 
 torch comes with the `bench` extra; without it only the replay is measured.
 """
@@ -72,6 +72,59 @@ def torch_step(size: int, threads: int) -> tuple[Callable[[], Any], str] | None:
     return optimizer.step, f"torch {torch.__version__} AdamW(fused=True) fp32"
 
 
+def compare_steps(state: State, pool: KernelPool, pairs: int, calls: int) -> None:
+    """One step of each storage form beside one of torch's; says so where torch is missing."""
+    size = state.master.size
+    peer = torch_step(size, pool.threads)
+    if peer is None:
+        print("torch is not installed: the update has no peer to be measured beside")
+        return
+    step, peer_name = peer
+    moments = (state.exp_avg, state.exp_avg_sq)
+    row = AdamW().scalars(10, LR, WEIGHT_DECAY)
+
+    def split_step() -> None:
+        update_split(state.weight, state.residual, *moments, state.grad16, 1.0, row, pool=pool)
+
+    def master_step() -> None:
+        update_master(state.master, *moments, state.grad32, 1.0, row, pool=pool)
+
+    for name, ours in (("update_bf16_split", split_step), ("update_fp32_master", master_step)):
+        compare(
+            name,
+            "parameters/s",
+            lambda ours=ours: size / seconds_of(ours, calls),
+            lambda: size / seconds_of(step, calls),
+            peer_name,
+            pairs,
+            parameters=size,
+            threads=pool.threads,
+        )
+
+
+def compare_replay(state: State, pool: KernelPool, pairs: int) -> None:
+    """Idle steps in one pass over memory beside as many dense steps of zero gradient."""
+    size = state.master.size
+    arrays = (state.weight, state.residual, state.exp_avg, state.exp_avg_sq)
+    idle = np.zeros_like(state.grad16)
+    table = AdamW().table([(step, LR, WEIGHT_DECAY) for step in range(10, 10 + IDLE_STEPS)])
+
+    def dense() -> None:
+        for row in table:
+            update_split(*arrays, idle, 1.0, row, pool=pool)
+
+    compare(
+        f"update_replay_{IDLE_STEPS}_idle_steps",
+        "parameter-steps/s",
+        lambda: size * IDLE_STEPS / seconds_of(lambda: replay_split(*arrays, table, pool=pool)),
+        lambda: size * IDLE_STEPS / seconds_of(dense),
+        "the same steps one by one",
+        pairs,
+        parameters=size,
+        threads=pool.threads,
+    )
+
+
 def main() -> None:
     """Parse the command line, run the comparisons, print one JSON line for each."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -80,61 +133,11 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=15)
     parser.add_argument("--calls", type=int, default=5, help="steps per measurement")
     args = parser.parse_args()
-    size, threads = args.parameters, args.threads
     warm_up()
-    state, hyper = State(size), AdamW()
-    sizes = {"parameters": size, "threads": threads}
-
-    def rate(work: Callable[[], Any], steps: int = 1, calls: int = args.calls) -> float:
-        return size * steps / seconds_of(work, calls)
-
-    moments = (state.exp_avg, state.exp_avg_sq)
-    row = hyper.scalars(10, LR, WEIGHT_DECAY)
-    table = hyper.table([(step, LR, WEIGHT_DECAY) for step in range(10, 10 + IDLE_STEPS)])
-    idle = np.zeros_like(state.grad16)
-    with KernelPool(threads) as pool:
-
-        def split_step(grad: Any = state.grad16, row: Any = row) -> None:
-            update_split(state.weight, state.residual, *moments, grad, 1.0, row, pool=pool)
-
-        def master_step() -> None:
-            update_master(state.master, *moments, state.grad32, 1.0, row, pool=pool)
-
-        def dense_idle() -> None:
-            for row in table:
-                split_step(idle, row)
-
-        def replay() -> None:
-            replay_split(state.weight, state.residual, *moments, table, pool=pool)
-
-        peer = torch_step(size, threads)
-        unit = "parameters/s"
-        if peer is None:
-            print("torch is not installed: the update has no peer to be measured beside")
-        else:
-            step, peer_name = peer
-            for name, ours in (
-                ("update_bf16_split", split_step),
-                ("update_fp32_master", master_step),
-            ):
-                compare(
-                    name,
-                    unit,
-                    lambda ours=ours: rate(ours),
-                    lambda: rate(step),
-                    peer_name,
-                    args.pairs,
-                    **sizes,
-                )
-        compare(
-            f"update_replay_{IDLE_STEPS}_idle_steps",
-            "parameter-steps/s",
-            lambda: rate(replay, IDLE_STEPS, 1),
-            lambda: rate(dense_idle, IDLE_STEPS, 1),
-            "the same steps one by one",
-            9,
-            **sizes,
-        )
+    state = State(args.parameters)
+    with KernelPool(args.threads) as pool:
+        compare_steps(state, pool, args.pairs, args.calls)
+        compare_replay(state, pool, args.pairs)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Compile every kernel once, so that no step of a run pays for it.
 
 Compiled code is cached on disk beside the sources (or in the user's cache folder), so only the
-first process on a machine takes the tens of seconds; later ones take about a second.
+first process on a machine takes several seconds; later ones load the code in a fraction of one.
 """
 
 from __future__ import annotations
