@@ -56,7 +56,7 @@ def run_training(
     """
     from moe.data.bigram import bigram_nats_per_token
     from moe.data.load import load_data
-    from ops.kernels import warm_up
+    from ops.kernels.warm_up import warm_up
     from ops.process import peak_resident_bytes, reset_peak, resident_bytes
 
     plan = make_plan(config)

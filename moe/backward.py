@@ -74,7 +74,7 @@ class Backward:
                         c.backend.wrap(np.full_like(lse_T, dscale)),
                     )
                     if row0:
-                        dxn = c.stages.add(c.get("dxn_out", m), dxn)
+                        dxn = c.add(c.get("dxn_out", m), dxn)
                     c.put("dxn_out", m, dxn)
                     use.add(name, c.backend.to_numpy(dw))
         c.enter("bwd", NORM_UNIT)
@@ -115,9 +115,9 @@ class Backward:
         if c.saves("g"):
             g, u = c.rows("g", slot, rows, padded), c.rows("u", slot, rows, padded)
         else:
-            _, g, u = c.stages.expert_fwd(x, *ffn)
+            _, g, u = c.stages.expert_fwd(x, c.iota(x), *ffn)
         w_N = c.backend.wrap(plan.weights(expert, routing.w_TK))
-        dx, dw_N, *grads = c.stages.expert_bwd(x, g, u, w_N, c.rows("dh", m, chosen, padded), *ffn)
+        dx, dw_N, *grads = c.stages.expert_bwd(x, c.iota(x), g, u, w_N, c.rows("dh", m, chosen, padded), *ffn)
         c.put_rows("dx", m, rows, dx)
         self._dw[m][rows] = c.backend.to_numpy(dw_N)[: rows.stop - rows.start]
         return tuple(grads)
@@ -147,12 +147,12 @@ class Backward:
                 )
                 for name, grad in zip(router, grads):
                     use.add(name, c.backend.to_numpy(grad))
-                self._attention(layer, m, use, weights, c.stages.add(dh, dmid))
+                self._attention(layer, m, use, weights, c.add(dh, dmid))
 
     def _attention(self, layer: int, m: int, use: Any, weights: Any, dh_mid: Any) -> None:
         c = self._c
         slot, prefix = c.slot(layer, m), f"model.layers.{layer}"
-        saved = c.stages.saved(*(c.get(name, slot) for name in "qkvo"))
+        saved = c.attention_saved(slot)
         dh, grads = c.stages.attn_bwd(c.get(*c.stream_in(layer, m)), weights, saved, dh_mid)
         c.put("dh", m, dh)
         use.add(f"{prefix}.input_layernorm.weight", c.backend.to_numpy(grads.ln))

@@ -14,7 +14,7 @@ from moe.schedule import segments, stage_name
 from offload.engine import OffloadEngine, UnitUse
 from ops.device import Backend
 from ops.nn.routing import SlotPlan
-from ops.nn.stages import AttnWeights, Stages
+from ops.nn.stages import AttnSaved, AttnWeights, Stages
 
 
 @dataclass
@@ -86,6 +86,17 @@ class StepContext:
         count = rows.stop - rows.start
         array = self.backend.to_numpy(tensor)[:count]
         self.engine.activations.put_rows(name, index, rows, array)
+
+    def iota(self, x: Any) -> Any:
+        return self.backend.wrap(np.arange(x.shape[0], dtype=np.int32))
+
+    def attention_saved(self, slot: int) -> AttnSaved:
+        """What attention's forward saved in `slot`."""
+        return AttnSaved(*(self.get(name, slot) for name in "qkvo"))
+
+    def add(self, first: Any, second: Any) -> Any:
+        """Sum of two device tensors of the residual stream, in this order."""
+        return self.backend.wrap(self.backend.to_numpy(first) + self.backend.to_numpy(second))
 
     def saves(self, name: str) -> bool:
         """Whether this recompute policy keeps the named arrays."""

@@ -52,7 +52,7 @@ class Forward:
                     h = c.stages.embed_fwd(c.backend.wrap(tokens_T), weight, row0)
                     name, index = c.stream_in(0, m)
                     if row0:
-                        h = c.stages.add(c.get(name, index), h)
+                        h = c.add(c.get(name, index), h)
                     c.put(name, index, h)
 
     def dense(self, layer: int, kind: str, sums: LossSums | None) -> None:
@@ -111,7 +111,7 @@ class Forward:
                         continue
                     slot = c.slot(layer, m)
                     x = c.rows("xn", slot, plan.token_of_slot_P[rows], plan.bucket_of(expert))
-                    y, g, u = c.stages.expert_fwd(x, *ffn)
+                    y, g, u = c.stages.expert_fwd(x, c.iota(x), *ffn)
                     c.put_rows("y", m, rows, y)
                     if c.saves("g"):
                         c.put_rows("g", slot, rows, g)

@@ -131,19 +131,19 @@ class Trainer:
         self._held_out = held_out
         self._observer = observer
         self._stop = stop
-        self._steps = train.steps if steps_limit is None else min(steps_limit, train.steps)
+        self.num_steps = train.steps if steps_limit is None else min(steps_limit, train.steps)
         self._lanes = LaneCounter(engine, store)
         self.totals = RunTotals()
 
     def run(self) -> None:
         """Train; raises Stopped or NumericAlarm after the step that saw the reason."""
-        for number in range(1, self._steps + 1):
+        for number in range(1, self.num_steps + 1):
             self._one(number)
             if self._stop.is_set():
                 self._engine.drain()
-                raise Stopped(f"stopped after step {number} of {self._steps}, as asked")
+                raise Stopped(f"stopped after step {number} of {self.num_steps}, as asked")
             interval = self._train.eval_interval
-            if number == self._steps or (interval and number % interval == 0):
+            if number == self.num_steps or (interval and number % interval == 0):
                 self._evaluate(number)
         self.totals.weights_digest = weights_digest(self._engine)
 
