@@ -3,20 +3,31 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from launch.config import RunConfig
+from moe.data.bigram import bigram_nats_per_token
+from moe.data.load import RunData, load_data
+from moe.data.stream import BatchStream, Cursor, Sequences, evaluation_batches
 from moe.memory import activation_specs, demands_of, is_batch_major, layouts_of, stage_dims
+from moe.params import initial_values, slice_rows
 from moe.schedule import gradient_uses
+from offload.engine import EngineParts, OffloadEngine
+from offload.nvme.store import NvmeStore
 from offload.placement import MemoryPlan, plan_memory
+from ops.device import Backend
 from ops.errors import HeadraceError, PlanError
+from ops.kernels.pool import KernelPool
+from ops.process import peak_resident_bytes, reset_peak, resident_bytes
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # these import MindSpore, which a plan does without
     from launch.progress import Observers
-    from moe.trainer import RunTotals
-    from offload.engine import OffloadEngine
-    from offload.nvme.store import NvmeStore
+    from moe.trainer import RunTotals, Trainer
+    from ops.backend import MindSporeBackend
+    from ops.nn.stages import Stages
 
 
 def make_plan(config: RunConfig) -> MemoryPlan:
@@ -28,8 +39,6 @@ def make_plan(config: RunConfig) -> MemoryPlan:
 
 def open_store(config: RunConfig, plan: MemoryPlan) -> NvmeStore | None:
     """The cold store the plan needs, or None; ConfigError when its path cannot be used."""
-    from offload.nvme.store import NvmeStore
-
     required = plan.tiers["nvme"].used_bytes
     if not required:
         return None
@@ -54,10 +63,8 @@ def run_training(
     Raises PlanError before anything is taken when the plan does not fit, DataError for unusable
     text, StorageError, NumericAlarm or Stopped when the run ends early (after the report).
     """
-    from moe.data.bigram import bigram_nats_per_token
-    from moe.data.load import load_data
-    from ops.kernels.warm_up import warm_up
-    from ops.process import peak_resident_bytes, reset_peak, resident_bytes
+    from moe.step import TrainingStep
+    from moe.trainer import Trainer
 
     plan = make_plan(config)
     if not plan.fits:
@@ -66,71 +73,95 @@ def run_training(
     data = load_data(config.data, vocab_size=model.vocab_size, seq_len=train.seq_len)
     batches = _batches(config, data)
     bigram = bigram_nats_per_token(data.train, data.held_out, model.vocab_size)
+    observer.on_message(f"data: {data.describe()}")
     store = open_store(config, plan)
     try:
-        from ops.backend import MindSporeBackend
-        from ops.kernels.pool import KernelPool
-        from ops.nn.stages import Stages
-
-        backend = MindSporeBackend()
-        backend.configure(config.runtime.num_threads)
-        stages = Stages(stage_dims(model, train), train.compute_dtype)
-        observer.on_message(f"data: {data.describe()}")
-        observer.on_message("compiling kernels and stages")
-        warm_up()
-        _warm_up_stages(stages, config)
+        backend, stages = _compute(config, observer)
+        baseline_bytes = resident_bytes()
         reset_peak()
-        baseline = resident_bytes()
-        with KernelPool(config.runtime.num_threads) as pool:
-            engine = make_engine(config, plan, backend, pool, store)
-            try:
-                trainer = _make_trainer(
-                    config,
-                    engine,
-                    stages,
-                    backend,
-                    store,
-                    batches,
-                    data,
-                    observer,
-                    stop,
-                    steps_limit,
-                )
-                observer.on_start(_start_info(config, plan, trainer.num_steps))
-                reason = "done"
-                try:
-                    initialize(config, engine)
-                    trainer.run()
-                except HeadraceError as error:
-                    reason = f"{type(error).__name__}: {error}"
-                    raise
-                finally:
-                    process = {
-                        "peak_rss_bytes": peak_resident_bytes(),
-                        "baseline_rss_bytes": baseline,
-                    }
-                    report = _report(config, plan, engine, backend, trainer.totals)
-                    report |= {"process": process, "bigram_loss": bigram, "exit_reason": reason}
-                    observer.on_end(report)
-            finally:
-                engine.close()
+        with (
+            KernelPool(config.runtime.num_threads) as pool,
+            closing(make_engine(config, plan, backend, pool, store)) as engine,
+        ):
+            step = TrainingStep(model, train, engine, stages, backend)
+            held_out = _held_out(config, data)
+            trainer = Trainer(
+                train, config.optimizer, step, engine, store, batches, held_out, observer,
+                stop, steps_limit,
+            )  # fmt: skip
+            observer.on_start(_start_info(config, plan, trainer.num_steps))
+            failure = _run(config, engine, trainer)
+            report = _report(config, plan, engine, backend, trainer.totals)
+            report["process"] = {
+                "peak_rss_bytes": peak_resident_bytes(),
+                "baseline_rss_bytes": baseline_bytes,
+            }
+            report["bigram_loss"] = bigram
+            report["exit_reason"] = _reason(failure)
+            _end(observer, report, failure)
         return report
     finally:
         if store is not None:
             store.close(delete=True)
 
 
+def _run(config: RunConfig, engine: OffloadEngine, trainer: Trainer) -> BaseException | None:
+    """Initialise and train; the error that ended it, so that the report comes before the raise."""
+    try:
+        initialize(config, engine)
+        trainer.run()
+    except BaseException as error:
+        return error
+    return None
+
+
+def _reason(failure: BaseException | None) -> str:
+    return "done" if failure is None else f"{type(failure).__name__}: {failure}"
+
+
+def _end(observer: Observers, report: dict[str, Any], failure: BaseException | None) -> None:
+    """Hand over the report, then raise what ended the run; a second error never hides it."""
+    try:
+        observer.on_end(report)
+    except HeadraceError:
+        if failure is None:
+            raise
+    if failure is not None:
+        raise failure
+
+
+def _compute(config: RunConfig, observer: Observers) -> tuple[MindSporeBackend, Stages]:
+    """The backend and the stages, with every kernel and shape compiled."""
+    from ops.backend import MindSporeBackend
+    from ops.kernels.warm_up import warm_up as warm_up_kernels
+    from ops.nn.stages import Stages
+    from ops.nn.warm_up import warm_up as warm_up_stages
+
+    model, train = config.model, config.train
+    observer.on_message("compiling kernels and stages (kernels are kept for the next run)")
+    backend = MindSporeBackend()
+    backend.configure(config.runtime.num_threads)
+    stages = Stages(stage_dims(model, train), train.compute_dtype)
+    warm_up_kernels()
+    warm_up_stages(
+        stages,
+        train.micro_batch_size,
+        ffn_size=model.moe_intermediate_size,
+        shared_ffn_size=model.shared_intermediate_size,
+        vocab_rows=[rows for _, rows in slice_rows(model)],
+    )
+    return backend, stages
+
+
 def make_engine(
     config: RunConfig,
     plan: MemoryPlan,
-    backend: Any,
-    pool: Any,
+    backend: Backend,
+    pool: KernelPool,
     store: NvmeStore | None,
     **options: Any,
 ) -> OffloadEngine:
     """An engine for this configuration; `options` are further fields of `EngineParts`."""
-    from offload.engine import EngineParts, OffloadEngine
-
     model, train = config.model, config.train
     parts = EngineParts(
         layouts=layouts_of(model, train, config.optimizer.decay_norms),
@@ -149,14 +180,10 @@ def make_engine(
 
 def initialize(config: RunConfig, engine: OffloadEngine) -> None:
     """Give the engine the initial values that belong to `train.seed`."""
-    from moe.params import initial_values
-
     engine.initialize(lambda tensor: initial_values(tensor, config.train.seed))
 
 
-def _batches(config: RunConfig, data: Any) -> Any:
-    from moe.data.stream import BatchStream, Cursor
-
+def _batches(config: RunConfig, data: RunData) -> BatchStream:
     train = config.train
     return BatchStream(
         data.train,
@@ -167,47 +194,14 @@ def _batches(config: RunConfig, data: Any) -> Any:
     )
 
 
-def _make_trainer(
-    config: RunConfig,
-    engine: OffloadEngine,
-    stages: Any,
-    backend: Any,
-    store: NvmeStore | None,
-    batches: Any,
-    data: Any,
-    observer: Any,
-    stop: threading.Event,
-    steps_limit: int | None,
-) -> Any:
-    from moe.data.stream import evaluation_batches
-    from moe.step import TrainingStep
-    from moe.trainer import Trainer
-
-    model, train = config.model, config.train
-
-    def held_out() -> Any:
-        return evaluation_batches(
-            data.held_out,
-            train.seq_len,
-            train.batch_sequences,
-            train.eval_batches,
-            vocab_size=model.vocab_size,
-        )
-
-    step = TrainingStep(model, train, engine, stages, backend)
-    return Trainer(
-        train, config.optimizer, step, engine, store, batches, held_out, observer, stop, steps_limit
-    )
-
-
-def _warm_up_stages(stages: Any, config: RunConfig) -> None:
-    model, train = config.model, config.train
-    stages.warm_up(
-        num_sequences=train.micro_batch_size,
-        ffn_size=model.moe_intermediate_size,
-        shared_ffn_size=model.shared_intermediate_size,
-        vocab_size=model.vocab_size,
-        slice_rows=model.vocab_slice_rows,
+def _held_out(config: RunConfig, data: RunData) -> Callable[[], Iterator[Sequences]]:
+    train = config.train
+    return lambda: evaluation_batches(
+        data.held_out,
+        train.seq_len,
+        train.batch_sequences,
+        train.eval_batches,
+        vocab_size=config.model.vocab_size,
     )
 
 
@@ -226,7 +220,11 @@ def _start_info(config: RunConfig, plan: MemoryPlan, steps: int) -> dict[str, An
 
 
 def _report(
-    config: RunConfig, plan: MemoryPlan, engine: OffloadEngine, backend: Any, totals: RunTotals
+    config: RunConfig,
+    plan: MemoryPlan,
+    engine: OffloadEngine,
+    backend: MindSporeBackend,
+    totals: RunTotals,
 ) -> dict[str, Any]:
     peaks = engine.peak_bytes()
     return {

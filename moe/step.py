@@ -91,5 +91,6 @@ class TrainingStep:
             for first in range(0, len(tokens), size)
         ]
         chunks = [flat[first : first + micro] for first in range(0, len(flat), micro)]
-        assert len(chunks) == num_chunks(self._train)
+        expected = num_chunks(self._train)
+        assert len(chunks) == expected, f"{len(chunks)} chunks of micro-batches, not {expected}"
         return [([t for t, _ in chunk], [y for _, y in chunk]) for chunk in chunks]

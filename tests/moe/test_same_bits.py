@@ -1,0 +1,131 @@
+"""Promise 1 on the real model: tiers, window, recomputation, order, policy and timing change no bit.
+
+Every run is compared with one in which nothing has to move, by the hexadecimal fp32 loss of each
+step, the gradient norm and the digest of all fp32 masters.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from offload.testing import RandomDelays
+from tests.moe.harness import Trained, make_config, run, smallest
+
+
+def same(found: Trained, wanted: Trained) -> bool:
+    return (found.losses, found.norms, found.digest) == (wanted.losses, wanted.norms, wanted.digest)
+
+
+@pytest.fixture(scope="module")
+def in_memory(tmp_path_factory) -> Trained:
+    """(a) Budgets so large that nothing moves."""
+    found = run(make_config(tmp_path_factory.mktemp("memory")))
+    assert found.peaks["nvme"] == 0
+    assert found.idle > 5, "the routing must leave experts idle, or the policies are not tested"
+    return found
+
+
+def between(path, share: float, **options):
+    low = smallest(path, **options)
+    room = make_config(path, **options)
+    del room
+    return make_config(
+        path,
+        device=low.offload.device.capacity + int(share * 100_000),
+        host=low.offload.host.capacity + int(share * 1_000_000),
+        **options,
+    )
+
+
+@pytest.mark.parametrize("share", [0.2, 0.5])
+def test_default_like_budgets(tmp_path, in_memory, share):
+    """(b) All three tiers at work, with some room for caches and read-ahead."""
+    config = between(tmp_path, share)
+    found = run(config, verify_leases=True)
+    assert found.peaks["nvme"] > 0
+    assert same(found, in_memory)
+
+
+def test_smallest_budgets(tmp_path, in_memory):
+    """(c) The least the plan accepts, gradients spilled."""
+    config = smallest(tmp_path)
+    found = run(config, verify_leases=True)
+    assert same(found, in_memory)
+    for tier, peak in found.peaks.items():
+        assert peak <= getattr(config.offload, tier).capacity
+
+
+@pytest.mark.parametrize("tight", [True, False])
+def test_window_zero(tmp_path, in_memory, tight):
+    """(d) `pipeline: sync` is the same loop."""
+    make = smallest if tight else make_config
+    assert same(run(make(tmp_path, pipeline="sync")), in_memory)
+
+
+@pytest.mark.parametrize(
+    ("recompute", "every"), [("none", 1), ("full", 1), ("full", 2), ("full", 3)]
+)
+def test_recompute_policies(tmp_path, in_memory, recompute, every):
+    """(e) Recomputation repeats the same functions."""
+    options = {"train": {"recompute": recompute, "recompute_every": every}}
+    assert same(run(smallest(tmp_path, **options)), in_memory)
+
+
+@pytest.mark.parametrize("policy", ["replay", "dense"])
+@pytest.mark.parametrize("tight", [True, False])
+def test_idle_expert_policies(tmp_path, in_memory, policy, tight):
+    """(f) Experts idle here, and replay catches up to the bits of dense."""
+    make = smallest if tight else make_config
+    assert same(run(make(tmp_path, idle_expert_policy=policy)), in_memory)
+
+
+@pytest.mark.parametrize("tight", [True, False])
+def test_batch_major_order(tmp_path, in_memory, tight):
+    """(g) Micro-batches one after another, gradients kept in fp32 between them."""
+    make = smallest if tight else make_config
+    options = {"train": {"micro_batch_order": "batch_major"}}
+    assert same(run(make(tmp_path, **options)), in_memory)
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_random_delays_in_every_lane(tmp_path, in_memory, seed):
+    """(h), C25: late transfers, shadow checksums between lease and release."""
+    config = between(tmp_path, 0.4)
+    assert same(run(config, delay=RandomDelays(seed, 0.0005), verify_leases=True), in_memory)
+
+
+def test_io_settings_and_window_sizes(tmp_path, in_memory):
+    for number, (window, workers) in enumerate([(4096, 1), (1 << 20, 8)]):
+        options = {"prefetch_buffer_size": window, "io_workers": workers}
+        config = between(tmp_path / str(number), 0.3, **options)
+        assert same(run(config), in_memory)
+
+
+@pytest.mark.parametrize("tie", [True, False])
+def test_tied_and_untied_heads_survive_eviction(tmp_path, tie):
+    """C27 for evict and reload: one owner, both gradient halves, still one tensor."""
+    options = {"model": {"tie_word_embeddings": tie}}
+    wide = run(make_config(tmp_path / "wide", **options))
+    assert same(run(smallest(tmp_path / "tight", **options)), wide)
+
+
+def test_evaluation_between_steps(tmp_path):
+    """C30: evaluation passes leave schedule, ledger and weights alone."""
+    wide = run(make_config(tmp_path / "wide"))
+    tight = run(smallest(tmp_path / "tight"), evaluate=True)
+    assert same(tight, wide)
+    assert run(make_config(tmp_path / "again"), evaluate=True).evals == tight.evals
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"weight_dtype": "float32", "grad_dtype": "float32"},
+        {"weight_dtype": "float16", "compute_dtype": "float16", "grad_dtype": "float32"},
+    ],
+    ids=["float32", "float16"],
+)
+def test_other_formats(tmp_path, form):
+    options = {"train": form}
+    wide = run(make_config(tmp_path / "wide", **options))
+    assert same(run(smallest(tmp_path / "tight", **options)), wide)
