@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -102,12 +103,18 @@ def batch(config: RunConfig, number: int) -> tuple[np.ndarray, np.ndarray]:
     return tokens[:, :-1].copy(), tokens[:, 1:].copy()
 
 
+@cache
+def _backend() -> MindSporeBackend:
+    backend = MindSporeBackend()
+    backend.configure(2)
+    return backend
+
+
 def run(config: RunConfig, steps: int = 5, *, evaluate: bool = False, **options: Any) -> Trained:
     """Train `steps` steps from scratch; `options` go to the engine's parts."""
     plan = make_plan(config)
     assert plan.fits, plan.problems
-    backend = MindSporeBackend()
-    backend.configure(config.runtime.num_threads)
+    backend = _backend()
     stages = Stages(stage_dims(config.model, config.train), config.train.compute_dtype)
     store = open_store(config, plan)
     try:

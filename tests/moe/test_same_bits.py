@@ -1,4 +1,4 @@
-"""Promise 1 on the real model: tiers, window, recomputation, order, policy and timing change no bit.
+"""Promise 1 on the real model: tiers, window, recomputation, order, timing change no bit.
 
 Every run is compared with one in which nothing has to move, by the hexadecimal fp32 loss of each
 step, the gradient norm and the digest of all fp32 masters.
