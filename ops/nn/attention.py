@@ -27,9 +27,12 @@ from ops.nn.primitives import (
     nn,
     np_dtype,
     nt,
+    repeat,
     rms_norm,
     rms_norm_dx,
+    spread,
     stream_dtype,
+    sum_last,
     sum_rows,
     tn,
 )
@@ -76,32 +79,38 @@ def build_attention(dims: StageDims, dtype: str) -> dict[str, Callable[..., Any]
     def flat(x: Tensor, n: int) -> Tensor:  # [B, n, S, C] -> [T, n*C]
         return ops.transpose(x, (0, 2, 1, 3)).reshape((-1, n * C))
 
+    def heads_norm(x: Tensor, w: Tensor) -> Tensor:
+        return rms_norm(x.reshape((-1, C)), w, eps).reshape(x.shape)
+
+    def per_position(table: Tensor, x: Tensor) -> Tensor:  # [S, C] -> [B, n, S, C]
+        return repeat(table, x.shape[0] * x.shape[1]).reshape(x.shape)
+
     def prepare(x: Tensor, w: Tensor, n: int, cos: Tensor, sin: Tensor) -> Tensor:
         x = heads(x, n).astype(st)
         if qk_norm:
-            x = rms_norm(x, w, eps)
-        return (x * cos + _rotate(x, half) * sin).astype(ct)
+            x = heads_norm(x, w)
+        return (x * per_position(cos, x) + _rotate(x, half) * per_position(sin, x)).astype(ct)
 
     def prepare_dx(
         x: Tensor, w: Tensor, n: int, cos: Tensor, sin: Tensor, dy: Tensor
     ) -> tuple[Tensor, ...]:  # dy [B, n, S, C]
         dy = dy.astype(st)
-        turned = dy * sin
-        dy = dy * cos - _rotate(turned, half)
+        dy = dy * per_position(cos, dy) - _rotate(dy * per_position(sin, dy), half)
         if not qk_norm:
             return flat(dy, n).astype(ct), w
-        dx, dw = rms_norm_dx(heads(x, n).astype(st), w, dy, eps)
-        return flat(dx, n).astype(ct), sum_rows(dw.reshape((-1, C)))
+        x = heads(x, n).astype(st)
+        dx, dw = rms_norm_dx(x.reshape((-1, C)), w, dy.reshape((-1, C)), eps)
+        return flat(dx.reshape(x.shape), n).astype(ct), sum_rows(dw)
 
     def probs(q5: Tensor, k3: Tensor, bias: Tensor, lo: int, hi: int) -> tuple[Tensor, ...]:
         # q5 [B*G, M, S, C], k3 [B*G, S, C]
         q = q5[:, :, lo:hi].reshape((-1, M * (hi - lo), C))
-        s = bmm_nt(q, k3[:, :hi]).astype(st).reshape((-1, M, hi - lo, hi))
+        s = bmm_nt(q, k3[:, :hi]).astype(st)
         mask = bias if hi - lo == step else bias[: hi - lo, : hi - lo]
         if lo > 0:
             mask = ops.concat((ops.zeros((hi - lo, lo), st), mask), 1)
-        p = ops.softmax(s + mask, -1)
-        return q, p.reshape((-1, M * (hi - lo), hi)).astype(ct)
+        s = s + repeat(mask, s.shape[0] * M).reshape(s.shape)
+        return q, ops.softmax(s, -1).astype(ct)
 
     def attn_fwd(
         h: Tensor,
@@ -142,8 +151,9 @@ def build_attention(dims: StageDims, dtype: str) -> dict[str, Callable[..., Any]
             q, p = probs(q5, k3, bias, lo, hi)
             do = do5[:, :, lo:hi].reshape((-1, M * (hi - lo), C))
             o = o5[:, :, lo:hi].reshape((-1, M * (hi - lo), C))
-            delta = ops.mean((do * o).astype(st), -1, True) * C
             dp = bmm_nt(do, v3[:, :hi]).astype(st)
+            delta = sum_last((do * o).astype(st).reshape((-1, C)))
+            delta = spread(delta, hi).reshape(dp.shape)
             ds = ((dp - delta) * p.astype(st)).astype(ct)
             dqs.append(bmm_nn(ds, k3[:, :hi]).reshape((-1, M, hi - lo, C)))
             dk_part, dv_part = bmm_tn(ds, q), bmm_tn(p, do)

@@ -14,7 +14,7 @@ from typing import Any
 from mindspore import ops
 
 from ops.nn.dims import StageDims
-from ops.nn.primitives import Tensor, jit, ms_dtype, nn, nt, stream_dtype, sum_last, tn
+from ops.nn.primitives import Tensor, jit, ms_dtype, nn, nt, spread, stream_dtype, sum_last, tn
 
 
 def build_experts(dims: StageDims, dtype: str) -> dict[str, Callable[..., Any]]:
@@ -42,14 +42,14 @@ def build_experts(dims: StageDims, dtype: str) -> dict[str, Callable[..., Any]]:
     ) -> tuple[Tensor, ...]:
         x = ops.gather(xn, idx, 0)
         dy = ops.gather(dout, idx, 0).astype(ct)
-        w_N1 = w.astype(ct).reshape((-1, 1))
         da = nn(dy, wd)  # before the combine weight
         s = ops.sigmoid(g)
         sg = s * g
         a = sg * u
+        w_NF = spread(w.astype(ct).reshape((-1, 1)), a.shape[1])
         dw = sum_last((da * a).astype(st)).reshape((-1,))
-        dwd = tn(dy, a * w_N1)
-        da = da * w_N1
+        dwd = tn(dy, a * w_NF)
+        da = da * w_NF
         du = da * sg
         dg = da * u * (s + sg * (1.0 - s))
         dx = nn(dg, wg) + nn(du, wu)
@@ -74,7 +74,8 @@ def build_experts(dims: StageDims, dtype: str) -> dict[str, Callable[..., Any]]:
 
     def weighted_sum(out: Tensor, y: Tensor, pos: Tensor, w: Tensor) -> Tensor:
         for k in range(K):
-            out = out + ops.gather(y, pos[:, k], 0).astype(st) * w[:, k : k + 1]
+            rows = ops.gather(y, pos[:, k], 0).astype(st)
+            out = out + rows * spread(w[:, k : k + 1], rows.shape[1])
         return out
 
     def combine(h_mid: Tensor, y: Tensor, pos: Tensor, w: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ from ops.nn.primitives import (
     nt,
     rms_norm,
     rms_norm_dx,
+    spread,
     stream_dtype,
     sum_last,
     sum_rows,
@@ -41,11 +42,13 @@ def build_head(dims: StageDims, dtype: str) -> dict[str, Callable[..., Any]]:
 
     def embed_fwd(tokens: Tensor, w: Tensor, row0: Tensor) -> Tensor:
         row, inside = locate(tokens, row0, w.shape[0])
-        return ops.gather(w, row, 0).astype(st) * inside
+        x = ops.gather(w, row, 0).astype(st)
+        return x * spread(inside, x.shape[1])
 
     def embed_bwd(tokens: Tensor, dx: Tensor, row0: Tensor, rows: int) -> Tensor:
         row, inside = locate(tokens, row0, rows)
-        return ops.unsorted_segment_sum(dx.astype(st) * inside, row, rows)
+        dx = dx.astype(st) * spread(inside, dx.shape[1])
+        return ops.unsorted_segment_sum(dx, row, rows)
 
     def final_norm_fwd(h: Tensor, ln: Tensor) -> Tensor:
         return rms_norm(h, ln, eps).astype(ct)
@@ -57,7 +60,7 @@ def build_head(dims: StageDims, dtype: str) -> dict[str, Callable[..., Any]]:
     def head_slice_fwd(xn: Tensor, w: Tensor, targets: Tensor, row0: Tensor) -> tuple[Tensor, ...]:
         logits = nt(xn.astype(st), w.astype(st))
         top = ops.max(logits, -1, True)[0]
-        total = sum_last(ops.exp(logits - top)).reshape((-1,))
+        total = sum_last(ops.exp(logits - spread(top, logits.shape[1]))).reshape((-1,))
         row, inside = locate(targets, row0, w.shape[0])
         picked = ops.gather_elements(logits, 1, row.reshape((-1, 1))) * inside
         return top.reshape((-1,)), total, picked.reshape((-1,))
@@ -67,7 +70,8 @@ def build_head(dims: StageDims, dtype: str) -> dict[str, Callable[..., Any]]:
     ) -> tuple[Tensor, ...]:
         x, w32 = xn.astype(st), w.astype(st)
         scale = dscale.reshape((-1, 1))
-        p = ops.exp(nt(x, w32) - lse.reshape((-1, 1))) * scale
+        rows = w.shape[0]
+        p = ops.exp(nt(x, w32) - spread(lse.reshape((-1, 1)), rows)) * spread(scale, rows)
         row, inside = locate(targets, row0, w.shape[0])
         dlogits = ops.tensor_scatter_elements(p, row.reshape((-1, 1)), -scale * inside, 1, "add")
         return nn(dlogits, w32), tn(dlogits, x)

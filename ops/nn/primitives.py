@@ -1,8 +1,11 @@
 """Building blocks inside jit: matmuls by transpose flag, RMS norm and its gradient by hand.
 
-`.T` before a matmul is materialised by MindSpore's CPU backend (three times slower), so products
-are written with the primitive's transpose flags. Long sums are products with a row of
-ones: `ops.sum` over the last axis takes 4 ns an element, ten times a multiplication.
+What MindSpore's CPU backend dislikes (measured, 2.10):
+- `.T` before a matmul is materialised, three times slower: use the primitives' transpose flags.
+- Elementwise operands of different shapes: the kernel keeps 16 B of index tables an element for
+  as long as the compiled function lives, and is slower than `tile` and an equal-shape kernel.
+- Reductions over more than two axes, or over the first: reshape, or multiply with ones.
+- Strided slices of large tensors: 2-30 ns an element.
 """
 
 from __future__ import annotations
@@ -61,31 +64,43 @@ def wait() -> None:
     _pynative_executor.sync()
 
 
+def spread(r_T1: Tensor, width: int) -> Tensor:
+    """Return [T, width]: the column repeated; see the module's text on broadcasting."""
+    return ops.tile(r_T1, (1, width))
+
+
+def repeat(w_D: Tensor, count: int) -> Tensor:
+    """Return [count, D]: the row repeated; see the module's text on broadcasting."""
+    return ops.tile(w_D.reshape((1, -1)), (count, 1))
+
+
+def sum_last(x_TD: Tensor) -> Tensor:
+    """Return the sum over the last axis of a matrix, [T, 1]; with more axes it is slow."""
+    return ops.sum(x_TD, -1, True)
+
+
+def sum_rows(x_TD: Tensor) -> Tensor:
+    """Return the sum over the first axis as a product with ones, [D]: 20 times faster."""
+    ones = ops.ones((1, x_TD.shape[0]), x_TD.dtype)
+    return nn(ones, x_TD).reshape((x_TD.shape[1],))
+
+
 def rms_scale(x_TD: Tensor, eps: float) -> Tensor:
-    """Return 1 / rms of each row, [..., 1]."""
+    """Return 1 / rms of each row, [T, 1]."""
     return ops.rsqrt(ops.mean(x_TD * x_TD, -1, True) + eps)
 
 
 def rms_norm(x_TD: Tensor, w_D: Tensor, eps: float) -> Tensor:
-    """Return w * x / rms(x) over the last axis (Zhang and Sennrich 2019, eq. 4)."""
-    return x_TD * rms_scale(x_TD, eps) * w_D
+    """Return w * x / rms(x) of each row (Zhang and Sennrich 2019, eq. 4)."""
+    T, D = x_TD.shape
+    return x_TD * spread(rms_scale(x_TD, eps), D) * repeat(w_D, T)
 
 
 def rms_norm_dx(x_TD: Tensor, w_D: Tensor, dy_TD: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Return (dx, dy * x/rms): the second, summed over rows, is the weight's gradient."""
-    r = rms_scale(x_TD, eps)
+    T, D = x_TD.shape
+    r = spread(rms_scale(x_TD, eps), D)
     xhat = x_TD * r
-    dyw = dy_TD * w_D
-    dx = (dyw - xhat * ops.mean(dyw * xhat, -1, True)) * r
-    return dx, dy_TD * xhat
-
-
-def sum_last(x_TD: Tensor) -> Tensor:
-    """Return the sum over the last axis of a matrix, [T, 1], as a product with ones."""
-    return nn(x_TD, ops.ones((x_TD.shape[1], 1), x_TD.dtype))
-
-
-def sum_rows(x_TD: Tensor) -> Tensor:
-    """Return the sum over the first axis as a product with ones, [D]."""
-    ones = ops.ones((1, x_TD.shape[0]), x_TD.dtype)
-    return nn(ones, x_TD).reshape((x_TD.shape[1],))
+    dyw = dy_TD * repeat(w_D, T)
+    mean = ops.mean(dyw * xhat, -1, True)
+    return (dyw - xhat * spread(mean, D)) * r, dy_TD * xhat

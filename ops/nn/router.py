@@ -27,7 +27,9 @@ from ops.nn.primitives import (
     nt,
     rms_norm,
     rms_norm_dx,
+    spread,
     stream_dtype,
+    sum_last,
     sum_rows,
     tn,
 )
@@ -41,14 +43,14 @@ def build_router(dims: StageDims, dtype: str) -> dict[str, Callable[..., Any]]:
 
     def softmax_lse(logits: Tensor) -> tuple[Tensor, ...]:
         top = ops.max(logits, -1, True)[0]
-        e = ops.exp(logits - top)
-        total = ops.sum(e, -1, True)
-        return e / total, top + ops.log(total)
+        e = ops.exp(logits - spread(top, E))
+        total = sum_last(e)
+        return e / spread(total, E), top + ops.log(total)
 
     def chosen_share(idx: Tensor) -> Tensor:  # f_BE, no gradient
         ones = ops.ones(idx.shape, st)
         hits = ops.tensor_scatter_elements(ops.zeros((idx.shape[0], E), st), idx, ones, 1)
-        return ops.sum(hits.reshape((-1, S, E)), 1) / (S * K)
+        return ops.mean(hits.reshape((-1, S, E)), 1) / K
 
     def router_fwd(h: Tensor, ln: Tensor, wr: Tensor) -> tuple[Tensor, ...]:
         xn = rms_norm(h, ln, eps)
@@ -58,7 +60,7 @@ def build_router(dims: StageDims, dtype: str) -> dict[str, Callable[..., Any]]:
         p, lse = softmax_lse(logits)
         w = ops.gather_elements(p, 1, idx)
         if renormalise:
-            w = w / ops.sum(w, -1, True)
+            w = w / spread(sum_last(w), K)
         mean_p = ops.mean(p.reshape((-1, S, E)), 1)
         balance = ops.sum(chosen_share(idx) * mean_p) * E
         return w, balance, ops.sum(lse * lse) / S
@@ -77,12 +79,13 @@ def build_router(dims: StageDims, dtype: str) -> dict[str, Callable[..., Any]]:
         p, lse = softmax_lse(logits)
         if renormalise:
             raw = ops.gather_elements(p, 1, idx)
-            total = ops.sum(raw, -1, True)
-            dw = (dw - ops.sum(dw * raw, -1, True) / total) / total
+            total = spread(sum_last(raw), K)
+            dw = (dw - spread(sum_last(dw * raw), K) / total) / total
         dp = ops.tensor_scatter_elements(ops.zeros_like(p), idx, dw, 1)
-        share = (chosen_share(idx) * (d_balance * (E / S))).reshape((-1, 1, E))
-        dp = (dp.reshape((-1, S, E)) + share).reshape(p.shape)
-        dlogits = (dp - ops.sum(dp * p, -1, True) + lse * (d_z * (2.0 / S))) * p
+        share = chosen_share(idx) * (d_balance * (E / S))
+        share = ops.tile(share.reshape((-1, 1, E)), (1, S, 1)).reshape(p.shape)
+        dp = dp + share
+        dlogits = (dp - spread(sum_last(dp * p) - lse * (d_z * (2.0 / S)), E)) * p
         xn = rms_norm(h, ln, eps)
         dh, dln = rms_norm_dx(h, ln, dxn + nn(dlogits, wr), eps)
         return dh, sum_rows(dln), tn(dlogits, xn)
