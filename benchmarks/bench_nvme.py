@@ -5,9 +5,9 @@ References, each with direct I/O, the same request size and depth, over as many 
 directory, and without looking at the bytes:
 
 - fio (where it is installed);
-- threads that do nothing but preadv / pwritev on memory like ours. It is the harder one where huge
-  pages can be had: our buffers get them (NumPy asks for them) and fio's do not, so that fio's
-  requests reach the drive in more pieces.
+- threads that do nothing but preadv / pwritev, on as much memory as ours. It is the harder one
+  where huge pages can be had: our and the loop's memory asks for them, fio's does not, so that
+  fio's requests reach the drive in more pieces.
 
 Nothing is flushed. Data is random. Run from the repository root:
 
@@ -31,6 +31,7 @@ import threading
 from collections.abc import Callable
 
 import numpy as np
+import numpy.typing as npt
 
 from benchmarks.common import compare, seconds_of
 from offload.nvme.aligned import aligned_buffer
@@ -39,6 +40,16 @@ from offload.nvme.store import NvmeStore
 
 MIB = 1 << 20
 BLOCK_BYTES = 32 * MIB
+
+
+def random_memory(nbytes: int, seed: int) -> npt.NDArray[np.uint8]:
+    """Random bytes, uint8 [nbytes], that start on a page."""
+    memory = aligned_buffer(nbytes, 4096)
+    generator = np.random.default_rng(seed)
+    for start in range(0, nbytes, BLOCK_BYTES):
+        part = memory[start : start + BLOCK_BYTES]
+        part[:] = np.frombuffer(generator.bytes(part.nbytes), np.uint8)
+    return memory
 
 
 class Ours:
@@ -52,13 +63,10 @@ class Ours:
             request_bytes=request_bytes,
         )
         self.total_bytes = total_bytes
+        memory = random_memory(total_bytes, seed=0)
         self._buffers = [
-            aligned_buffer(BLOCK_BYTES, self.store.alignment_bytes)
-            for _ in range(total_bytes // BLOCK_BYTES)
+            memory[start : start + BLOCK_BYTES] for start in range(0, total_bytes, BLOCK_BYTES)
         ]
-        generator = np.random.default_rng(0)
-        for buffer in self._buffers:
-            buffer[:] = np.frombuffer(generator.bytes(BLOCK_BYTES), np.uint8)
         for _ in range(2):  # both places of every block exist on the disk before anything counts
             self.write()
 
@@ -94,30 +102,28 @@ def fio_speed(path: str, verb: str, total_bytes: int, depth: int, bs: int, engin
 
 
 class PlainLoop:
-    """Threads that move a file with direct preadv / pwritev, each its share, one after another."""
+    """Threads that move a file with direct preadv / pwritev: who is free takes the next request."""
 
     def __init__(self, path: str, total_bytes: int, depth: int, request_bytes: int) -> None:
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
+        os.posix_fallocate(self._fd, 0, total_bytes)
         self._total_bytes = total_bytes
         self._request_bytes = request_bytes
-        memory = aligned_buffer(depth * request_bytes, 4096)
-        memory[:] = np.frombuffer(np.random.default_rng(1).bytes(memory.nbytes), np.uint8)
-        self._buffers = [
-            memory.data[i * request_bytes : (i + 1) * request_bytes] for i in range(depth)
-        ]
+        self._depth = depth
+        self._memory = random_memory(total_bytes, seed=1).data
         self.speed("write")
 
     def speed(self, verb: str) -> float:
         """MB/s of one pass."""
         move = os.preadv if verb == "read" else os.pwritev
-        step_bytes = self._request_bytes * len(self._buffers)
+        offsets = iter(range(0, self._total_bytes, self._request_bytes))
 
-        def work(index: int) -> None:
-            for offset in range(index * self._request_bytes, self._total_bytes, step_bytes):
-                move(self._fd, [self._buffers[index]], offset)
+        def work() -> None:
+            for offset in offsets:  # shared: whoever is free takes the next
+                move(self._fd, [self._memory[offset : offset + self._request_bytes]], offset)
 
         def run() -> None:
-            threads = [threading.Thread(target=work, args=(i,)) for i in range(len(self._buffers))]
+            threads = [threading.Thread(target=work) for _ in range(self._depth)]
             for thread in threads:
                 thread.start()
             for thread in threads:

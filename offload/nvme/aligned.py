@@ -10,9 +10,11 @@ logged with its reason. This module does not know blocks or stores.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import logging
+import mmap
 import os
 import struct
 import tempfile
@@ -27,6 +29,7 @@ from ops.checksum import CHUNK_BYTES
 log = logging.getLogger(__name__)
 
 ALIGNMENT_BYTES_MIN = 4096
+HUGE_PAGE_BYTES = 2 << 20
 _AT_FDCWD = -100
 _STATX_DIOALIGN = 0x2000
 _STATX_BYTES = 256
@@ -145,8 +148,21 @@ def _name(error: OSError) -> str:
 
 
 def aligned_buffer(nbytes: int, alignment_bytes: int) -> npt.NDArray[np.uint8]:
-    """Zeroed memory, uint8 [nbytes], whose address is a multiple of `alignment_bytes`."""
-    raw = np.zeros(nbytes + alignment_bytes, np.uint8)
+    """Zeroed memory, uint8 [nbytes], whose address is a multiple of `alignment_bytes`.
+
+    Asks for huge pages where they matter: the drive moves memory in physically contiguous pieces,
+    and pages of 4 KiB may cost a third of its bandwidth. Where there are none, it is plain memory.
+    """
+    if nbytes < HUGE_PAGE_BYTES:
+        raw = np.zeros(nbytes + alignment_bytes, np.uint8)
+    else:
+        alignment_bytes = max(alignment_bytes, HUGE_PAGE_BYTES)
+        # Private: shared anonymous memory, the default of mmap, gets no huge pages.
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        memory = mmap.mmap(-1, nbytes + alignment_bytes, flags=flags)
+        with contextlib.suppress(OSError):  # a kernel without them
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        raw = np.frombuffer(memory, np.uint8)
     skip = -raw.ctypes.data % alignment_bytes
     return raw[skip : skip + nbytes]
 
