@@ -1,7 +1,7 @@
 """The NVMe tier's store: named blocks in one data file, written out of place, verified on reading.
 
 A write takes fresh room, is cut into requests for a bounded pool of workers, and becomes the
-block's version when all of it has been written; the old extent is freed when no read and no
+block's version when all of it has been written; the old room is freed when no read and no
 retained snapshot needs it. A read verifies every chunk of 1 MiB; a block that does not verify is
 never served.
 

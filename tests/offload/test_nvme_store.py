@@ -42,7 +42,7 @@ def open_store(tmp_path):
 
     yield make
     for store in stores:
-        store.close()
+        store.close(delete=True)
 
 
 def _round_trip(store, block, nbytes, **shape):

@@ -32,7 +32,7 @@ def open_store(tmp_path):
 
     yield make
     for store in stores:
-        store.close()
+        store.close(delete=True)
 
 
 def _corrupt(store, offset, data):

@@ -31,7 +31,7 @@ def open_store(tmp_path):
     for store, gates in opened:
         for gate in gates:
             gate.open()
-        store.close()
+        store.close(delete=True)
 
 
 def _write(store, block, nbytes=UNIT, seed=0, **options):
