@@ -16,6 +16,7 @@ from offload.nvme.extents import Extent, ExtentAllocator
 from ops.units import format_bytes, round_up
 
 ALIGN_BYTES = 4096
+HUGE_PAGE_BYTES = 2 << 20
 _log = logging.getLogger(__name__)
 
 
@@ -50,12 +51,7 @@ class Arena:
         usable = capacity_bytes // ALIGN_BYTES * ALIGN_BYTES
         self._allocator = ExtentAllocator(usable, ALIGN_BYTES)
         self._lock = threading.Lock()
-        self._memory = mmap.mmap(-1, max(usable, ALIGN_BYTES))
-        try:
-            self._memory.madvise(mmap.MADV_HUGEPAGE)
-        except (AttributeError, OSError, ValueError) as error:
-            _log.info("%s arena of %s without huge pages: %s", name, format_bytes(usable), error)
-        self._bytes = np.frombuffer(self._memory, np.uint8)
+        self._bytes = _huge_page_memory(name, usable)
 
     def allocate(self, nbytes: int) -> Buffer | None:
         """A buffer of at least `nbytes` bytes (rounded up to pages), or None, changing nothing."""
@@ -97,3 +93,19 @@ class Arena:
     def num_buffers(self) -> int:
         """Live buffers."""
         return self._allocator.num_extents
+
+
+def _huge_page_memory(name: str, nbytes: int) -> np.ndarray:
+    """`nbytes` of private anonymous memory that starts on a huge page, as uint8.
+
+    Private, because huge pages are not given to shared anonymous memory, Python's default; what
+    is mapped beyond `nbytes` is never touched.
+    """
+    memory = mmap.mmap(-1, nbytes + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    try:
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    except (AttributeError, OSError, ValueError) as error:
+        _log.info("%s arena of %s without huge pages: %s", name, format_bytes(nbytes), error)
+    array = np.frombuffer(memory, np.uint8)
+    start = -array.ctypes.data % HUGE_PAGE_BYTES
+    return array[start : start + nbytes]
