@@ -134,6 +134,18 @@ class OffloadEngine:
         self._shared = Shared(UnitState(layout, plan) for layout in parts.layouts)
         memory = HostMemory(self.host, plan, self._shared)
         self.activations = ActivationStore(parts.activations, self.host, self.stats, parts.delay)
+        self.gradients = GradientStore(
+            self._shared,
+            memory,
+            self.host,
+            parts.store,
+            parts.pool,
+            self.stats,
+            parts.gradient_uses,
+            parts.batch_major,
+            parts.delay,
+        )
+        # All memory is taken before the first thread starts.
         self._pipeline = WeightPipeline(
             self._shared,
             memory,
@@ -145,17 +157,6 @@ class OffloadEngine:
             config.window_bytes,
             parts.delay,
             parts.verify_leases,
-        )
-        self.gradients = GradientStore(
-            self._shared,
-            memory,
-            self.host,
-            parts.store,
-            parts.pool,
-            self.stats,
-            parts.gradient_uses,
-            parts.batch_major,
-            parts.delay,
         )
         self._ledger = Ledger(AdamW(optimizer.beta1, optimizer.beta2, optimizer.eps))
         self._updates = UpdateStream(

@@ -17,7 +17,6 @@ import numpy as np
 from offload.arena import Arena, Buffer
 from offload.device_copy import field_view
 from offload.host_memory import HostMemory
-from offload.nvme.handle import Handle
 from offload.nvme.store import NvmeStore
 from offload.residency import Shared, UnitState
 from offload.stats import Stats
@@ -131,17 +130,15 @@ class GradientStore:
     def _spill(self, unit: UnitState, buffer: Buffer) -> None:
         assert self._store is not None
 
-        def done(handle: Handle) -> None:
-            error = handle.error()
-            if error is not None:
-                self._shared.fail(error)
-            with self._shared.changed:
-                self._host.grad_slots.append(buffer)
-                self._shared.changed.notify_all()
-
+        done = self._shared.when_done(lambda: self._host.grad_slots.append(buffer))
         nbytes = unit.layout.nbytes("grad")
         array = buffer.slice(0, unit.grad_bytes).array
-        self._store.write(unit.block("grad"), array, "spill", nbytes=nbytes).add_done_callback(done)
+        try:
+            handle = self._store.write(unit.block("grad"), array, "spill", nbytes=nbytes)
+        except BaseException as error:
+            self._shared.fail(error)  # the slot is lost: nobody may wait for it
+            raise
+        handle.add_done_callback(done)
 
     def norm(self) -> float:
         """Global 2-norm of the step's gradients, before clipping; float64."""

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from offload.arena import Arena, Buffer
 from offload.placement import MemoryPlan
 from offload.policy import choose_victim
-from offload.residency import Shared
+from offload.residency import Shared, UnitState
 
 
 class HostMemory:
@@ -29,8 +29,8 @@ class HostMemory:
         self._shared = shared
         self.next_use: Callable[[str], int] = lambda unit: -1
         self._cached: set[str] = set()
-        self.held_bytes = 0
-        self.held_bytes_max = plan.stream_bytes // 2
+        self._held_bytes = 0
+        self._held_bytes_max = plan.stream_bytes // 2
         for unit in shared.units.values():
             if not unit.weight_on_nvme:
                 unit.host_weight = arena.require(unit.weight_bytes, unit.block("weight"))
@@ -80,6 +80,20 @@ class HostMemory:
         unit.host_ready = False
         self._cached.discard(name)
 
-    def may_hold(self, nbytes: int) -> bool:
-        """Whether `nbytes` more of caught-up state may stay in the stream unwritten."""
-        return self.held_bytes + nbytes <= self.held_bytes_max
+    def hold(self, unit: UnitState) -> bool:
+        """Let caught-up cold state stay in the stream unwritten, if less than half of it does so.
+
+        The weights, which cannot be evicted meanwhile, count too.
+        """
+        nbytes = self._bytes_to_hold(unit)
+        if self._held_bytes + nbytes > self._held_bytes_max:
+            return False
+        self._held_bytes += nbytes
+        return True
+
+    def unhold(self, unit: UnitState) -> None:
+        """The unit's held state has been written."""
+        self._held_bytes -= self._bytes_to_hold(unit)
+
+    def _bytes_to_hold(self, unit: UnitState) -> int:
+        return unit.state_bytes + (unit.weight_bytes if unit.weight_on_nvme else 0)

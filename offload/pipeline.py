@@ -81,7 +81,10 @@ class WeightPipeline:
         self._resident: set[str] = set()
         self._schedule = AccessSchedule(())
         self.updates: Updates | None = None
-        self._wanted: str | None = None  # the unit compute is leasing: the mover leaves it alone
+        # The unit compute is leasing: the mover neither loads nor evicts it.
+        self._wanted: str | None = None
+        # Compute waits for device memory: the mover must not take what becomes free.
+        self._starved = False
         host.next_use = self.next_use
         self._mover: threading.Thread | None = None
         if window_bytes:
@@ -91,9 +94,12 @@ class WeightPipeline:
     # ---- compute's calls
 
     def begin(self, schedule: AccessSchedule) -> None:
-        """Follow `schedule` from now on."""
+        """Follow `schedule` from now on; what it does not expect leaves the window."""
         with self._shared.changed:
             self._schedule = schedule
+            expected = {name for _, name in schedule.upcoming()}
+            for unit in self._shared.units.values():
+                unit.prefetched = unit.prefetched and unit.name in expected
             self._shared.changed.notify_all()
 
     def enter(self, stage: str) -> None:
@@ -111,7 +117,7 @@ class WeightPipeline:
                     unit.prefetched = False
                     self._stats.add(wrong_guess_bytes=unit.layout.device_nbytes)
             assert self.updates is not None
-            for name in needed:
+            for name in reversed(needed):  # each replay goes first in line
                 self.updates.before_lease(self._shared.units[name])
             self._shared.changed.notify_all()
 
@@ -180,8 +186,7 @@ class WeightPipeline:
             if gradient and lease.accumulator is None:
                 # May evict the unit's own copy, as the last resort; then it is loaded again.
                 nbytes = unit.layout.accumulator_nbytes
-                lease.accumulator = self._device_allocate(nbytes, -1, demand=True)
-            self._wait_for_others(unit)
+                lease.accumulator = self._demand_device(nbytes)
             if unit.device_state is DeviceState.READY:
                 if gradient and lease.accumulator is None:
                     raise MemoryError(f"device arena: no room for gradients of {unit.name}")
@@ -191,13 +196,15 @@ class WeightPipeline:
                 self._wanted = None
                 self._shared.changed.notify_all()
                 return True
-            if not self._take_device(unit, -1, demand=True):
+            buffer = self._demand_device(unit.layout.device_nbytes)
+            if buffer is None and lease.accumulator is not None:
                 # The accumulator lies in the middle of what is free: let the weights choose first.
-                if lease.accumulator is not None:
-                    self._device.free(lease.accumulator)
-                    lease.accumulator = None
-                if not self._take_device(unit, -1, demand=True):
-                    raise MemoryError(f"device arena: no room to lease {unit.name}")
+                self._device.free(lease.accumulator)
+                lease.accumulator = None
+                buffer = self._demand_device(unit.layout.device_nbytes)
+            if buffer is None:
+                raise MemoryError(f"device arena: no room to lease {unit.name}")
+            self._start_loading(unit, buffer)
             return False
 
     def _wait_for_others(self, unit: UnitState) -> None:
@@ -212,14 +219,10 @@ class WeightPipeline:
     def _is_loading(self, unit: UnitState) -> bool:
         return unit.device_state is DeviceState.LOADING
 
-    def _take_device(self, unit: UnitState, deadline: int, *, demand: bool) -> bool:
-        buffer = self._device_allocate(unit.layout.device_nbytes, deadline, demand=demand)
-        if buffer is None:
-            return False
+    def _start_loading(self, unit: UnitState, buffer: Buffer) -> None:
         unit.device = buffer
         unit.device_state = DeviceState.LOADING
         unit.host_holds += 1
-        return True
 
     def _load(self, unit: UnitState) -> None:
         """Demand load: read if cold, then upload, on compute's thread."""
@@ -263,25 +266,44 @@ class WeightPipeline:
 
     # ---- device memory (lock held)
 
-    def _device_allocate(self, nbytes: int, deadline: int, *, demand: bool) -> Buffer | None:
+    def _try_device(self, nbytes: int, deadline: int) -> Buffer | None:
+        """Device memory for a use at stage `deadline`, evicting what is needed later."""
         while True:
             buffer = self._device.allocate(nbytes)
             if buffer is not None:
                 return buffer
-            units = self._shared.units
             victim = choose_victim(
-                ((n, self.next_use(n)) for n in self._resident if units[n].evictable_device()),
-                deadline,
+                ((n, self.next_use(n)) for n in self._resident if self._may_evict(n)), deadline
             )
-            if victim is not None:
-                self.drop_device(units[victim])
-            elif demand and self._others_loading():
-                self._shared.wait()
-            else:
+            if victim is None:
                 return None
+            self.drop_device(self._shared.units[victim])
 
-    def _others_loading(self) -> bool:
-        return any(unit.device_state is DeviceState.LOADING for unit in self._shared.units.values())
+    def _may_evict(self, name: str) -> bool:
+        return name != self._wanted and self._shared.units[name].evictable_device()
+
+    def _demand_device(self, nbytes: int) -> Buffer | None:
+        """Device memory for compute, which may take all that nobody uses, its own unit's last."""
+        assert self._wanted is not None
+        wanted = self._shared.units[self._wanted]
+        try:
+            while True:
+                buffer = self._try_device(nbytes, -1)
+                if buffer is not None:
+                    return buffer
+                if self._any_loading():
+                    # A mover that loads again what is evicted here would make this endless.
+                    self._starved = True
+                    self._shared.wait()
+                elif wanted.evictable_device():
+                    self.drop_device(wanted)
+                else:
+                    return None
+        finally:
+            self._starved = False
+
+    def _any_loading(self) -> bool:
+        return any(self._is_loading(unit) for unit in self._shared.units.values())
 
     # ---- the mover
 
@@ -296,26 +318,20 @@ class WeightPipeline:
                         self._shared.changed.wait()
                         continue
                 for unit in reads:
-                    assert unit.host_weight is not None
-                    handle = self._read(unit, unit.host_weight)
-                    handle.add_done_callback(self._read_done(unit))
+                    self._read_ahead(unit)
                 if ready is not None:
                     self._upload(ready)
         except BaseException as error:
             self._shared.fail(error)
 
-    def _read_done(self, unit: UnitState) -> Callable[[Handle], None]:
-        def done(handle: Handle) -> None:
-            error = handle.error()
-            if error is not None:
-                self._shared.fail(error)
-                return
-            with self._shared.changed:
-                unit.host_reading = False
-                unit.host_ready = True
-                self._shared.changed.notify_all()
+    def _read_ahead(self, unit: UnitState) -> None:
+        assert unit.host_weight is not None
 
-        return done
+        def arrived() -> None:
+            unit.host_reading = False
+            unit.host_ready = True
+
+        self._read(unit, unit.host_weight).add_done_callback(self._shared.when_done(arrived))
 
     def _choose_work(self) -> tuple[list[UnitState], UnitState | None]:
         """Reads to start and one unit to upload, nearest use first, inside the window."""
@@ -335,8 +351,12 @@ class WeightPipeline:
                 if window < 0:
                     break
             if unit.host_ready:
-                if not self._take_device(unit, deadline, demand=False):
+                if self._starved:
                     break
+                target = self._try_device(unit.layout.device_nbytes, deadline)
+                if target is None:
+                    break
+                self._start_loading(unit, target)
                 unit.prefetched = True
                 return reads, unit
             if not unit.host_reading:

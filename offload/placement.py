@@ -168,7 +168,7 @@ def _minimum_host(sizes: _Sizes, config: OffloadConfig, demands: Demands) -> tup
         Term("homes", sizes.all_home, "all weights and optimizer state"),
     )
     never = config.gradient_spill == "never"
-    cold = (
+    cold: tuple[Term, ...] = (
         *fixed,
         Term("gradients", sizes.all_grad, "offload.gradient_spill is never")
         if never
@@ -180,6 +180,8 @@ def _minimum_host(sizes: _Sizes, config: OffloadConfig, demands: Demands) -> tup
         ),
         Term("lease slot", sizes.weight_max, "the largest unit's weights"),
     )
+    if config.gradient_spill == "always":
+        return cold  # gradients pass the slots even where all of them would fit
     return min(everything, cold, key=lambda terms: sum(t.nbytes for t in terms))
 
 

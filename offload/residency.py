@@ -14,11 +14,12 @@ from __future__ import annotations
 
 import enum
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from offload.arena import Buffer
 from offload.blocks import UnitLayout
+from offload.nvme.handle import Handle
 from offload.placement import MemoryPlan, block_bytes
 
 if TYPE_CHECKING:
@@ -86,7 +87,8 @@ class UnitState:
 class Shared:
     """What all parts of the engine share: the units, one lock with its condition, the first error.
 
-    A worker that fails calls `fail`; whoever waits next calls `check` and raises that error.
+    A worker that fails calls `fail`; whoever waits next calls `check` and raises that error. After
+    a failure nothing is promised but that no wait hangs: the engine can only be closed.
     """
 
     def __init__(self, units: Iterable[UnitState]) -> None:
@@ -105,17 +107,40 @@ class Shared:
             self.changed.notify_all()
 
     def check(self) -> None:
-        """Raise the latched failure, if any."""
+        """Raise the latched failure, if any; RuntimeError once the engine is being closed."""
         if self._failure is not None:
             raise self._failure.with_traceback(None)
+        if self.closing:
+            raise RuntimeError("the engine is closed")
 
     @property
     def failed(self) -> bool:
         """Whether a failure is latched."""
         return self._failure is not None
 
+    def when_done(self, action: Callable[[], None]) -> Callable[[Handle], None]:
+        """A callback for a transfer: fail with its error, or do `action` (lock held) and notify.
+
+        The store only logs what a callback raises, so an error of `action` is latched here: it
+        must not become a wait that never ends.
+        """
+
+        def done(handle: Handle) -> None:
+            error = handle.error()
+            with self.changed:
+                try:
+                    if error is None:
+                        action()
+                except BaseException as caught:
+                    error = caught
+                if error is not None:
+                    self.fail(error)
+                self.changed.notify_all()
+
+        return done
+
     def wait(self) -> None:
-        """Wait for any change (lock held); raises the latched failure before and after."""
+        """Wait for any change (lock held); raises as `check`, before and after."""
         self.check()
         self.changed.wait()
         self.check()

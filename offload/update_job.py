@@ -30,6 +30,7 @@ class UpdateJob:
     grad_scale: float
     prepared: bool = False
     reads_left: int = 0
+    ends_left: int = 0  # writes not done, and one for the publishing
     weight: Buffer | None = None
     state: Buffer | None = None
     grad: Buffer | None = None

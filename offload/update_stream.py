@@ -5,7 +5,8 @@ run ahead and writes drain behind as far as stream memory allows; two update slo
 progress when there is none. The updater thread is the only one that runs jobs.
 
 Order of a job's end, which leases rely on: its writes are submitted, then the unit is published,
-so whoever reads the unit from the store afterwards sees the new version.
+so whoever reads the unit from the store afterwards sees the new version. What the job holds is
+given back when both the last write is done and the unit is published, in either order.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ from collections.abc import Callable
 from offload.arena import Buffer
 from offload.host_memory import HostMemory
 from offload.ledger import Ledger
-from offload.nvme.handle import Handle
 from offload.nvme.store import NvmeStore
 from offload.pipeline import WeightPipeline
 from offload.policy import NEVER
@@ -87,20 +87,27 @@ class UpdateStream:
     def wait_applied(self) -> None:
         """Block until every job is applied; writes may still be draining."""
         with self._shared.changed:
+            self._shared.check()
             while self._queue or self._running:
                 self._shared.wait()
 
     def drain(self) -> None:
         """Block until every job is applied and every write is done, held state included."""
         with self._shared.changed:
+            self._shared.check()
             while self._queue or self._running or self._writing:
                 self._shared.wait()
-        for unit in self._shared.units.values():
-            if unit.state_dirty:
-                self._flush(unit)
+        try:
+            for unit in self._shared.units.values():
+                if unit.state_dirty:
+                    self._flush(unit)
+        except BaseException as error:
+            self._shared.fail(error)  # a write that was not submitted is never counted down
+            raise
         with self._shared.changed:
             while self._writing:
                 self._shared.wait()
+            self._shared.check()
 
     def close(self) -> None:
         """Stop the updater (the engine has set `closing`)."""
@@ -156,15 +163,16 @@ class UpdateStream:
             "grad": unit.grad_bytes if spilled else 0,
         }
         needs = {part: nbytes for part, nbytes in needs.items() if nbytes}
+        unit.host_holds += 1  # taking memory must not evict the weights that are there already
         buffers = self._take(job, needs)
         if buffers is None:
+            unit.host_holds -= 1
             return None
         if "weight" in buffers and job.slot is None:
             self._host.cache_weight(unit.name, buffers["weight"])
         job.weight = buffers.get("weight", unit.host_weight)
         job.state = buffers.get("state", unit.host_state)
         job.grad = buffers.get("grad", unit.host_grad)
-        unit.host_holds += 1
         job.prepared = True
         job.reads_left = len(buffers)
         return [(job, part, buffer) for part, buffer in buffers.items()]
@@ -200,16 +208,10 @@ class UpdateStream:
         nbytes = unit.layout.nbytes(part)
         handle = self._store.read(unit.block(part), buffer.array, cause, nbytes=nbytes)
 
-        def done(handle: Handle) -> None:
-            error = handle.error()
-            if error is not None:
-                self._shared.fail(error)
-                return
-            with self._shared.changed:
-                job.reads_left -= 1
-                self._shared.changed.notify_all()
+        def arrived() -> None:
+            job.reads_left -= 1
 
-        handle.add_done_callback(done)
+        handle.add_done_callback(self._shared.when_done(arrived))
 
     def _take_ready(self) -> UpdateJob | None:
         for index, job in enumerate(self._queue):
@@ -224,15 +226,15 @@ class UpdateStream:
         job.run(self._ledger, self._weight_decay, self._pool)
         with self._shared.changed:
             hold = self._holds_back(job)
-        writes = [] if hold else self._writes(unit, job)
-        with self._shared.changed:
+            writes = [] if hold else self._writes(unit, job)
             self._writing += len(writes)
+            job.ends_left = len(writes) + 1
         self._submit_writes(job, writes)
         if job.gradient_step is not None and unit.spills:
             assert self._store is not None
             self._store.delete(unit.block("grad"))
         with self._shared.changed:
-            self._publish(job, hold, bool(writes))
+            self._publish(job, hold)
 
     def _holds_back(self, job: UpdateJob) -> bool:
         """Whether caught-up cold state stays in the stream for this step's own update."""
@@ -241,10 +243,7 @@ class UpdateStream:
             return False
         if unit.state_dirty:
             return True
-        if not self._host.may_hold(unit.state_bytes):
-            return False
-        self._host.held_bytes += unit.state_bytes
-        return True
+        return self._host.hold(unit)
 
     def _writes(self, unit: UnitState, job: UpdateJob) -> list[tuple[str, Buffer]]:
         writes = []
@@ -259,27 +258,19 @@ class UpdateStream:
     def _submit_writes(self, job: UpdateJob, writes: list[tuple[str, Buffer]]) -> None:
         unit = job.unit
         cause = "replay" if job.gradient_step is None else "update"
-        left = [len(writes)]
 
-        def done(handle: Handle) -> None:
-            error = handle.error()
-            if error is not None:
-                self._shared.fail(error)
-            with self._shared.changed:
-                self._writing -= 1
-                left[0] -= 1
-                if not left[0]:
-                    self._release(job)
-                self._shared.changed.notify_all()
+        def written() -> None:
+            self._writing -= 1
+            self._end(job)
 
         for part, buffer in writes:
             assert self._store is not None
             self._delay("nvme_write")
             nbytes = unit.layout.nbytes(part)
             handle = self._store.write(unit.block(part), buffer.array, cause, nbytes=nbytes)
-            handle.add_done_callback(done)
+            handle.add_done_callback(self._shared.when_done(written))
 
-    def _publish(self, job: UpdateJob, hold: bool, writing: bool) -> None:
+    def _publish(self, job: UpdateJob, hold: bool) -> None:
         """Make the unit's new version the one everybody sees (lock held)."""
         unit = job.unit
         unit.synced_step = job.target_step
@@ -292,13 +283,16 @@ class UpdateStream:
             unit.state_dirty = True
             job.owned = []
             unit.host_holds -= 1
-        elif not writing:
-            self._release(job)
+        else:
+            self._end(job)
         self._running -= 1
         self._shared.changed.notify_all()
 
-    def _release(self, job: UpdateJob) -> None:
-        """Give back what the job held, after its last write (lock held)."""
+    def _end(self, job: UpdateJob) -> None:
+        """A write of the job or its publishing is done; the last gives all back (lock held)."""
+        job.ends_left -= 1
+        if job.ends_left:
+            return
         unit = job.unit
         unit.host_holds -= 1
         for buffer in job.owned:
@@ -306,7 +300,7 @@ class UpdateStream:
         if unit.state_dirty and job.state is unit.host_state:
             assert unit.host_state is not None
             self._host.arena.free(unit.host_state)
-            self._host.held_bytes -= unit.state_bytes
+            self._host.unhold(unit)
             unit.host_state = None
             unit.state_dirty = False
         if job.slot is not None:
@@ -320,4 +314,5 @@ class UpdateStream:
             unit.host_holds += 1
             writes = self._writes(unit, job)
             self._writing += len(writes)
+            job.ends_left = len(writes)
         self._submit_writes(job, writes)
