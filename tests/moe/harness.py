@@ -104,7 +104,8 @@ def batch(config: RunConfig, number: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 @cache
-def _backend() -> MindSporeBackend:
+def shared_backend() -> MindSporeBackend:
+    """The one backend of the test process."""
     backend = MindSporeBackend()
     backend.configure(2)
     return backend
@@ -114,7 +115,7 @@ def run(config: RunConfig, steps: int = 5, *, evaluate: bool = False, **options:
     """Train `steps` steps from scratch; `options` go to the engine's parts."""
     plan = make_plan(config)
     assert plan.fits, plan.problems
-    backend = _backend()
+    backend = shared_backend()
     stages = Stages(stage_dims(config.model, config.train), config.train.compute_dtype)
     store = open_store(config, plan)
     try:

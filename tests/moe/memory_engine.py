@@ -1,0 +1,96 @@
+"""An engine of plain dictionaries in fp64, for gradient checks: same calls, no tiers.
+
+It walks the same access schedule as the real engine, so the step under test is the real one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from moe.config import ModelConfig, TrainConfig
+from moe.memory import activation_specs
+from moe.params import build_units
+from offload.schedule import AccessSchedule
+
+
+class MemoryActivations:
+    """Saved arrays in a dictionary; keeps the names the recompute policy keeps."""
+
+    def __init__(self, names: set[str], rows: dict[str, tuple[int, int]]) -> None:
+        self._names = names
+        self._rows = rows
+        self._arrays: dict[tuple[str, int], np.ndarray] = {}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._names
+
+    def put(self, name: str, index: int, value: np.ndarray) -> None:
+        assert name in self._names
+        self._arrays[name, index] = value.copy()
+
+    def put_rows(self, name: str, index: int, rows: slice, value: np.ndarray) -> None:
+        if (name, index) not in self._arrays:
+            self._arrays[name, index] = np.zeros(self._rows[name], value.dtype)
+        self._arrays[name, index][rows] = value
+
+    def get(self, name: str, index: int) -> np.ndarray:
+        return self._arrays[name, index].copy()
+
+    def get_rows(self, name: str, index: int, rows: Any, padded_rows: int) -> np.ndarray:
+        chosen = self._arrays[name, index][rows]
+        out = np.zeros((padded_rows, *chosen.shape[1:]), chosen.dtype)
+        out[: len(chosen)] = chosen
+        return out
+
+
+class MemoryEngine:
+    """Weights and gradients by tensor name (slices by row), float64."""
+
+    def __init__(self, model: ModelConfig, train: TrainConfig, backend: Any, seed: int) -> None:
+        self._backend = backend
+        self.units = {unit.name: unit for unit in build_units(model)}
+        rng = np.random.default_rng(seed)
+        self.weights: dict[tuple[str, int], np.ndarray] = {}
+        for unit in self.units.values():
+            for tensor in unit.tensors:
+                values = rng.standard_normal(tensor.shape) * (tensor.init_std or 0.2)
+                if tensor.init_std is None:
+                    values += 1.0
+                self.weights[tensor.name, tensor.row0] = values
+        self.gradients: dict[tuple[str, int], np.ndarray] = {}
+        specs = activation_specs(model, train)
+        rows = {spec.name: spec.shape for spec in specs}
+        self.activations = MemoryActivations(set(rows), rows)  # type: ignore[arg-type]
+        self.scaler = SimpleNamespace(scale=1.0)
+        self._schedule = AccessSchedule(())
+
+    def begin(self, stages: Any, training: bool = True) -> None:
+        self._schedule = AccessSchedule(stages)
+
+    def enter(self, stage: str) -> None:
+        self._schedule.enter(stage)
+
+    def resolve(self, group: str, needed: list[str]) -> None:
+        self._schedule.resolve(group, needed)
+
+    @contextmanager
+    def use(self, name: str, *, gradient: bool = False, use: int = 0) -> Iterator[Any]:
+        stage = self._schedule.stages[self._schedule.cursor]
+        assert name in stage.units and stage.gradient == gradient
+        unit = self.units[name]
+        rows = {tensor.name: tensor.row0 for tensor in unit.tensors}
+        weights = {
+            tensor: self._backend.wrap(self.weights[tensor, row0]) for tensor, row0 in rows.items()
+        }
+
+        def add(tensor: str, value: np.ndarray) -> None:
+            key = (tensor, rows[tensor])
+            old = self.gradients.get(key, 0.0)
+            self.gradients[key] = old + value.reshape(self.weights[key].shape)
+
+        yield SimpleNamespace(weights=weights, add=add)
