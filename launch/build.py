@@ -76,7 +76,8 @@ def run_training(
     observer.on_message(f"data: {data.describe()}")
     store = open_store(config, plan)
     try:
-        backend, stages = _compute(config, observer)
+        observer.on_message("compiling kernels and stages (kernels are kept for the next run)")
+        backend, stages = compute_parts(config)
         baseline_bytes = resident_bytes()
         reset_peak()
         with (
@@ -130,7 +131,7 @@ def _end(observer: Observers, report: dict[str, Any], failure: BaseException | N
         raise failure
 
 
-def _compute(config: RunConfig, observer: Observers) -> tuple[MindSporeBackend, Stages]:
+def compute_parts(config: RunConfig) -> tuple[MindSporeBackend, Stages]:
     """The backend and the stages, with every kernel and shape compiled."""
     from ops.backend import MindSporeBackend
     from ops.kernels.warm_up import warm_up as warm_up_kernels
@@ -138,7 +139,6 @@ def _compute(config: RunConfig, observer: Observers) -> tuple[MindSporeBackend, 
     from ops.nn.warm_up import warm_up as warm_up_stages
 
     model, train = config.model, config.train
-    observer.on_message("compiling kernels and stages (kernels are kept for the next run)")
     backend = MindSporeBackend()
     backend.configure(config.runtime.num_threads)
     stages = Stages(stage_dims(model, train), train.compute_dtype)
