@@ -132,7 +132,7 @@ class OffloadEngine:
         self.host = Arena("host", config.host.capacity)
         self.device = Arena("device", config.device.capacity - plan.workspace_bytes)
         self._shared = Shared(UnitState(layout, plan) for layout in parts.layouts)
-        memory = HostMemory(self.host, plan, self._shared)
+        memory = self._memory = HostMemory(self.host, plan, self._shared)
         self.activations = ActivationStore(parts.activations, self.host, self.stats, parts.delay)
         self.gradients = GradientStore(
             self._shared,

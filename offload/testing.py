@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import threading
 import zlib
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -21,6 +21,8 @@ from offload.blocks import TensorSpec, UnitLayout, UnitSpec
 from offload.config import NvmeConfig, OffloadConfig, OptimizerConfig, TierConfig
 from offload.engine import EngineParts, OffloadEngine, StepOutcome
 from offload.gradients import accumulator_bytes
+from offload.nvme.aligned import AccessMode
+from offload.nvme.files import OpenFile, open_os_file
 from offload.nvme.store import NvmeStore
 from offload.placement import Demands, MemoryPlan, plan_memory
 from offload.schedule import Stage
@@ -164,9 +166,14 @@ class ToyRun:
             loss_scaling=toy.compute_dtype == "float16",
             **options,  # type: ignore[arg-type]
         )
+        self.store = store
         self.engine = OffloadEngine(parts, config, optimizer)
-        self.engine.initialize(toy.values)
         self.outcomes: list[StepOutcome] = []
+        try:
+            self.engine.initialize(toy.values)
+        except BaseException:
+            self.engine.close()
+            raise
 
     def step(self, number: int, rate: float) -> int:
         """One training step; returns its checksum "loss"."""
@@ -232,6 +239,27 @@ class ToyRun:
             grad[0] = np.inf
         return grad * np.float32(self.engine.scaler.scale)
 
+    def check_buffers(self) -> None:
+        """After a drain: every live buffer of both arenas has its owner, every slot is back."""
+        engine = self.engine
+        with engine._shared.changed:
+            units = list(engine._shared.units.values())
+            memory = engine._memory
+            assert not any(unit.state_dirty or unit.pins or unit.job for unit in units)
+            owned: Sequence[object] = [
+                *(unit.host_weight for unit in units),
+                *(unit.host_state for unit in units),
+                *(unit.host_grad for unit in units),
+                *memory.update_slots,
+                *memory.grad_slots,
+                memory.lease_slot,
+            ]
+            assert len(memory.update_slots) in (0, 2) and len(memory.grad_slots) in (0, 2)
+            permanent = sum(spec.copies for spec in ACTIVATIONS) + 2  # the tied unit's two uses
+            assert engine.host.num_buffers == permanent + sum(x is not None for x in owned)
+            on_device = sum(unit.device is not None for unit in units)
+            assert engine.device.num_buffers == on_device
+
     def digest(self) -> int:
         """Checksum of all masters."""
         value = 0
@@ -247,20 +275,26 @@ def toy_run(
     optimizer: OptimizerConfig | None = None,
     *,
     threads: int = 2,
+    open_file: OpenFile = open_os_file,
+    access: AccessMode | None = None,
     **options: object,
 ) -> Iterator[ToyRun]:
-    """A toy run with the store its plan needs, closed at the end."""
-    store = None
-    if toy_plan(toy, config).tiers["nvme"].used_bytes:
-        store = NvmeStore(config.nvme.path, config.nvme.capacity, workers=config.io_workers)
-    with KernelPool(threads) as pool:
+    """A toy run with the store its plan needs, closed at the end; `open_file` may be faulty."""
+    with ExitStack() as stack:
+        store = None
+        if toy_plan(toy, config).tiers["nvme"].used_bytes:
+            store = NvmeStore(
+                config.nvme.path,
+                config.nvme.capacity,
+                workers=config.io_workers,
+                access=access,
+                open_file=open_file,
+            )
+            stack.callback(store.close, delete=True)
+        pool = stack.enter_context(KernelPool(threads))
         run = ToyRun(toy, config, optimizer or OptimizerConfig(), store, pool, **options)
-        try:
-            yield run
-        finally:
-            run.engine.close()
-            if store is not None:
-                store.close(delete=True)
+        stack.callback(run.engine.close)
+        yield run
 
 
 class RandomDelays:
