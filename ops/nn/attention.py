@@ -109,6 +109,7 @@ def build_attention(dims: StageDims, dtype: str) -> dict[str, Callable[..., Any]
         mask = bias if hi - lo == step else bias[: hi - lo, : hi - lo]
         if lo > 0:
             mask = ops.concat((ops.zeros((hi - lo, lo), st), mask), 1)
+        mask = ops.depend(mask, s)  # else every block's mask would be made at once
         s = s + repeat(mask, s.shape[0] * M).reshape(s.shape)
         return q, ops.softmax(s, -1).astype(ct)
 
@@ -132,9 +133,11 @@ def build_attention(dims: StageDims, dtype: str) -> dict[str, Callable[..., Any]
         q5 = prepare(q, qn, H, cos_q, sin_q).reshape((-1, M, S, C))
         k3 = prepare(k, kn, G, cos, sin).reshape((-1, S, C))
         v3 = heads(v, G).reshape((-1, S, C))
-        outs = []
+        outs: list[Tensor] = []
         for lo in starts:
             hi = min(lo + step, S)
+            if lo > 0:  # one block after the other: the scores of one block at a time
+                q5 = ops.depend(q5, outs[-1])
             _, p = probs(q5, k3, bias, lo, hi)
             outs.append(bmm_nn(p, v3[:, :hi]).reshape((-1, M, hi - lo, C)))
         o5 = outs[0] if len(outs) == 1 else ops.concat(outs, 2)
@@ -144,16 +147,18 @@ def build_attention(dims: StageDims, dtype: str) -> dict[str, Callable[..., Any]
     def core_bwd(
         q5: Tensor, k3: Tensor, v3: Tensor, o5: Tensor, do5: Tensor, bias: Tensor
     ) -> tuple[Tensor, ...]:
-        dqs = []
+        dqs: list[Tensor] = []
         dk, dv = ops.zeros_like(k3), ops.zeros_like(v3)
         for lo in starts:
             hi = min(lo + step, S)
+            if lo > 0:
+                q5 = ops.depend(q5, (dk, dv, dqs[-1]))
             q, p = probs(q5, k3, bias, lo, hi)
-            do = do5[:, :, lo:hi].reshape((-1, M * (hi - lo), C))
+            do = ops.depend(do5, p)[:, :, lo:hi].reshape((-1, M * (hi - lo), C))
             o = o5[:, :, lo:hi].reshape((-1, M * (hi - lo), C))
             dp = bmm_nt(do, v3[:, :hi]).astype(st)
             delta = sum_last((do * o).astype(st).reshape((-1, C)))
-            delta = spread(delta, hi).reshape(dp.shape)
+            delta = spread(ops.depend(delta, dp), hi).reshape(dp.shape)
             ds = ((dp - delta) * p.astype(st)).astype(ct)
             dqs.append(bmm_nn(ds, k3[:, :hi]).reshape((-1, M, hi - lo, C)))
             dk_part, dv_part = bmm_tn(ds, q), bmm_tn(p, do)

@@ -1,0 +1,99 @@
+"""Declared memory of stages against resident memory, each in a fresh process."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from ops.nn.dims import StageDims
+from ops.nn.workspace import STAGES, query_block, workspace_bytes
+
+DIMS = StageDims(512, 8, 2, 64, 16, 2, 512)
+SHORT = StageDims(1024, 4, 4, 64, 32, 4, 64, qk_norm=False)
+SIZES = {"num_tokens": 2048, "rows": 1024, "ffn_size": 1024, "vocab_rows": 4096}
+
+MEASURE = r"""
+import json, sys
+import numpy as np
+from ops.backend import tensor_on
+from ops.nn.dims import StageDims
+from ops.nn.stages import AttnSaved, AttnWeights, Stages
+from ops.nn.workspace import workspace_bytes
+
+stage, dims, sizes, dtype = sys.argv[1], StageDims(**json.loads(sys.argv[2])), *map(
+    json.loads, sys.argv[3:5])
+T, N, F, R = (sizes[n] for n in ("num_tokens", "rows", "ffn_size", "vocab_rows"))
+ct, st = np.dtype(dtype), np.float32
+
+def c(*shape, kind=ct):
+    return tensor_on(np.full(shape, 0.01, kind))
+
+def f(*shape):
+    return c(*shape, kind=st)
+
+def i(*shape):
+    return tensor_on(np.broadcast_to(np.arange(shape[-1], dtype=np.int32), shape).copy())
+
+def status(key):
+    with open("/proc/self/status") as lines:
+        return next(int(x.split()[1]) << 10 for x in lines if x.startswith(key))
+
+def arguments(d):
+    D, q, kv = d.hidden_size, d.num_heads * d.head_dim, d.num_kv_heads * d.head_dim
+    E, K = d.num_experts, d.num_experts_per_tok
+    norm = f(d.head_dim) if d.qk_norm else None
+    attn = AttnWeights(f(D), c(q, D), c(kv, D), c(kv, D), c(D, q), norm, norm)
+    swiglu = c(F, D), c(F, D), c(D, F)
+    return {
+        "attn_fwd": lambda: (f(T, D), attn),
+        "attn_bwd": lambda: (f(T, D), attn, AttnSaved(c(T, q), c(T, kv), c(T, kv), c(T, q)),
+                             f(T, D)),
+        "router_bwd": lambda: (f(T, D), f(D), f(E, D), f(T, E), i(T, K), f(T, D), f(T, K), 1., 1.),
+        "expert_bwd": lambda: (c(T, D), i(N), c(N, F), c(N, F), f(N), f(T, D), *swiglu),
+        "combine": lambda: (f(T, D), c(T * K, D), i(T, K), f(T, K)),
+        "final_norm_bwd": lambda: (f(T, D), f(D), f(T, D)),
+        "head_slice_bwd": lambda: (c(T, D), c(R, D), i(T), 0, f(T), f(T)),
+    }[stage]()
+
+Stages(StageDims(32, 2, 1, 16, 2, 1, 16)).final_norm_fwd(f(16, 32), f(32))
+stages = Stages(dims, dtype)
+before = status("VmRSS")
+args = arguments(dims)
+with open("/proc/self/clear_refs", "w") as file:
+    file.write("5")
+out = getattr(stages, stage)(*args)
+used = status("VmHWM") - before
+declared = workspace_bytes(stage, dims, dtype, **sizes)
+print(json.dumps([used, declared]))
+"""
+
+
+@pytest.mark.parametrize(
+    "stage",
+    ["attn_fwd", "attn_bwd", "router_bwd", "expert_bwd", "combine", "head_slice_bwd"],
+)
+@pytest.mark.parametrize("dims, dtype", [(DIMS, "float32"), (SHORT, "float32"), (DIMS, "float16")])
+def test_a_stage_takes_no_more_than_it_declares(stage, dims, dtype):
+    arguments = [stage, json.dumps(vars(dims)), json.dumps(SIZES), json.dumps(dtype)]
+    run = subprocess.run(
+        [sys.executable, "-c", MEASURE, *arguments], capture_output=True, text=True, check=True
+    )
+    used, declared = json.loads(run.stdout.splitlines()[-1])
+    assert used <= declared, f"{used >> 20} MiB used, {declared >> 20} MiB declared"
+    if dtype == "float32":
+        assert declared <= 3 * used + (48 << 20), "a bound this loose would refuse models that fit"
+
+
+def test_every_stage_declares_and_more_tokens_never_take_less():
+    for stage in STAGES:
+        small = workspace_bytes(stage, DIMS, **SIZES)
+        assert 0 < small < workspace_bytes(stage, DIMS, **{**SIZES, "num_tokens": 4096})
+        assert small < workspace_bytes(stage, DIMS, "float64", **SIZES)
+    with pytest.raises(KeyError):
+        workspace_bytes("dispatch", DIMS, **SIZES)
+
+
+def test_long_sequences_are_cut_in_at_most_eight_blocks_of_queries():
+    for seq_len in (1, 16, 256, 300, 2048, 5000, 32768):
+        assert -(-seq_len // query_block(seq_len)) <= 8
