@@ -39,11 +39,7 @@ class MasterAccess:
                 ("state", state, unit.state_on_nvme),
             ):
                 if cold:
-                    assert self._store is not None
-                    nbytes = unit.layout.nbytes(part)
-                    self._store.write(
-                        unit.block(part), buffer.array, "commit", nbytes=nbytes
-                    ).wait()
+                    self._transfer(unit, part, buffer, write=True)
 
     def sorted(self) -> Iterator[tuple[TensorSpec, np.ndarray]]:
         """(tensor, flat fp32 masters) by UTF-8 name and row; an array lives until the next."""
@@ -78,9 +74,17 @@ class MasterAccess:
             ("state", state, unit.state_on_nvme),
         ):
             if cold:
-                assert self._store is not None
-                nbytes = unit.layout.nbytes(part)
-                self._store.read(unit.block(part), buffer.array, "commit", nbytes=nbytes).wait()
+                self._transfer(unit, part, buffer, write=False)
+
+    def _transfer(self, unit: UnitState, part: str, buffer: Buffer, *, write: bool) -> None:
+        assert self._store is not None
+        start = self._store.write if write else self._store.read
+        try:
+            nbytes = unit.layout.nbytes(part)
+            start(unit.block(part), buffer.array, "commit", nbytes=nbytes).wait()
+        except BaseException as error:
+            self._shared.fail(error)  # after a corrupt block nothing is trained on
+            raise
 
     def _store_values(
         self, unit: UnitState, place: TensorPlace, values: np.ndarray, weight: Buffer, state: Buffer

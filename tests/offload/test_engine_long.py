@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
+import psutil
 import pytest
 
 from offload.config import LossScaleConfig, NvmeConfig, OptimizerConfig, TierConfig
@@ -107,3 +108,49 @@ def test_random_cases_give_the_bits_of_memory(tmp_path, hang_guard, first):  # n
 def test_many_random_cases_give_the_bits_of_memory(tmp_path, hang_guard, first):  # noqa: F811
     for seed in range(first, first + 50):
         check_case(seed, tmp_path)
+
+
+def steady_state(num_steps: int, directory) -> None:
+    """C14: train `num_steps` steps at a tight budget; nothing may grow."""
+    toy = Toy(
+        layers=1,
+        experts=3,
+        dense_size=700,
+        expert_size=1023,
+        micro_batches=1,
+        needed=lambda step, layer: [step % 3, (step // 3) % 3][: 1 + step % 2],
+    )
+    config = budgets(directory, gradient_spill="always", replay_lag_max=5)
+    config = smallest_budgets(toy, config)
+    config = replace(config, host=TierConfig(config.host.capacity + 30_000))
+    process = psutil.Process()
+    with toy_run(toy, config) as run:
+        samples = []
+        for number in range(1, num_steps + 1):
+            run.step(number, 1e-3)
+            run.engine.drain()
+            run.check_buffers()
+            if number % (num_steps // 10) == 0:
+                samples.append(
+                    (
+                        run.store.stats().num_blocks,
+                        run.engine.used_bytes()["nvme"],
+                        process.num_fds(),
+                        process.num_threads(),
+                        len(run.engine._ledger) <= 6,
+                        process.memory_info().rss,
+                    )
+                )
+        assert len({sample[:-1] for sample in samples}) == 1
+        # Arenas are mapped at the start; outside of them, less than a page a step (second half).
+        growth_bytes = samples[-1][-1] - samples[len(samples) // 2][-1]
+        assert growth_bytes < num_steps * 2048
+
+
+def test_five_hundred_steps_return_every_buffer_and_grow_nothing(tmp_path, hang_guard):  # noqa: F811
+    steady_state(500, tmp_path)
+
+
+@pytest.mark.long
+def test_five_thousand_steps_return_every_buffer_and_grow_nothing(tmp_path, hang_guard):  # noqa: F811
+    steady_state(5000, tmp_path)
