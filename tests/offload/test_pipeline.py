@@ -40,6 +40,11 @@ def is_ready(run: ToyRun, name: str) -> bool:
     return unit_of(run, name).device_state is DeviceState.READY
 
 
+def is_at_rest(run: ToyRun) -> bool:
+    units = run.engine._shared.units.values()
+    return not any(u.host_reading or u.device_state is DeviceState.LOADING for u in units)
+
+
 def tight(tmp_path, toy: Toy = TOY, **options):
     return smallest_budgets(toy, budgets(tmp_path, **options))
 
@@ -123,10 +128,12 @@ def test_a_wrong_guess_is_counted_and_gives_its_room_back(tmp_path):
         wait_until(run, lambda: is_ready(run, "l0.e0") and is_ready(run, "l0.e1"))
         assert unit_of(run, "l0.e0").prefetched
         assert run.engine.stats.snapshot().wrong_guess_bytes == 0
-        run.step(2, RATE)
+        run.engine.begin(toy.stages())
+        run.engine.resolve("experts 0", ["l0.e1", "l0.e2"])
         nbytes = unit_of(run, "l0.e0").layout.device_nbytes
         assert run.engine.stats.snapshot().wrong_guess_bytes == nbytes
         assert not unit_of(run, "l0.e0").prefetched
+        run.step(2, RATE)
         run.engine.drain()
         run.check_buffers()
 
@@ -144,8 +151,9 @@ def test_a_read_that_arrives_after_its_guess_was_refused_resurrects_nothing(tmp_
         run.step(1, RATE)
         run.engine.drain()
         run.engine.begin([])  # nothing is expected: the mover comes to rest
-        wait_until(run, lambda: not any(u.host_reading for u in run.engine._shared.units.values()))
+        wait_until(run, lambda: is_at_rest(run))
         with run.engine._shared.changed:
+            run.engine._pipeline.drop_device(unit_of(run, "l0.e0"))
             run.engine._memory.try_stream(1 << 40, -1)  # evicts all it may
         assert unit_of(run, "l0.e0").host_weight is None
         gate = Gate("read", at_op=files.file.num_calls["read"])
