@@ -115,11 +115,9 @@ class Backward:
         if c.saves("g"):
             g, u = c.rows("g", slot, rows, padded), c.rows("u", slot, rows, padded)
         else:
-            _, g, u = c.stages.expert_fwd(x, c.iota(x), *ffn)
+            _, g, u = c.stages.expert_fwd(x, *ffn)
         w_N = c.backend.wrap(plan.weights(expert, routing.w_TK))
-        dx, dw_N, *grads = c.stages.expert_bwd(
-            x, c.iota(x), g, u, w_N, c.rows("dh", m, chosen, padded), *ffn
-        )
+        dx, dw_N, *grads = c.stages.expert_bwd(x, g, u, w_N, c.rows("dh", m, chosen, padded), *ffn)
         c.put_rows("dx", m, rows, dx)
         self._dw[m][rows] = c.backend.to_numpy(dw_N)[: rows.stop - rows.start]
         return tuple(grads)

@@ -87,9 +87,6 @@ class StepContext:
         array = self.backend.to_numpy(tensor)[:count]
         self.engine.activations.put_rows(name, index, rows, array)
 
-    def iota(self, x: Any) -> Any:
-        return self.backend.wrap(np.arange(x.shape[0], dtype=np.int32))
-
     def attention_saved(self, slot: int) -> AttnSaved:
         """What attention's forward saved in `slot`."""
         return AttnSaved(*(self.get(name, slot) for name in "qkvo"))

@@ -111,7 +111,7 @@ class Forward:
                         continue
                     slot = c.slot(layer, m)
                     x = c.rows("xn", slot, plan.token_of_slot_P[rows], plan.bucket_of(expert))
-                    y, g, u = c.stages.expert_fwd(x, c.iota(x), *ffn)
+                    y, g, u = c.stages.expert_fwd(x, *ffn)
                     c.put_rows("y", m, rows, y)
                     if c.saves("g"):
                         c.put_rows("g", slot, rows, g)

@@ -13,7 +13,7 @@ from offload.blocks import UnitLayout
 from offload.gradients import accumulator_bytes
 from offload.placement import Demands
 from ops.nn.dims import StageDims
-from ops.nn.workspace import workspace_bytes
+from ops.nn.workspace import STAGES, workspace_bytes
 from ops.units import round_up
 
 
@@ -108,11 +108,18 @@ def is_batch_major(train: TrainConfig) -> bool:
 
 
 def _workspace(model: ModelConfig, train: TrainConfig) -> int:
-    return workspace_bytes(
-        stage_dims(model, train),
-        compute_dtype=train.compute_dtype,
-        num_tokens=train.micro_batch_tokens,
-        ffn_size=model.moe_intermediate_size,
-        shared_ffn_size=model.shared_intermediate_size,
-        slice_rows=max(rows for _, rows in slice_rows(model)),
+    """The largest declared stage: an expert's bucket may hold every token of a micro-batch."""
+    shared = model.shared_intermediate_size
+    return max(
+        workspace_bytes(
+            stage,
+            stage_dims(model, train),
+            train.compute_dtype,
+            num_tokens=train.micro_batch_tokens,
+            rows=train.micro_batch_tokens,
+            ffn_size=shared if stage.startswith("shared") else model.moe_intermediate_size,
+            vocab_rows=max(rows for _, rows in slice_rows(model)),
+        )
+        for stage in STAGES
+        if shared or not stage.startswith("shared")
     )

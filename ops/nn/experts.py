@@ -1,7 +1,7 @@
 """Experts, and the sums that bring their rows back to tokens.
 
-An expert is SwiGLU (Shazeer 2020, eq. 6): y = (silu(x Wg^T) * (x Wu^T)) Wd^T. It gathers its own
-rows; rows that pad the bucket have combine weight 0 and so contribute exact zeros to every
+An expert is SwiGLU (Shazeer 2020, eq. 6): y = (silu(x Wg^T) * (x Wu^T)) Wd^T. The caller gathers
+its rows; rows that pad the bucket have combine weight 0 and so contribute exact zeros to every
 gradient. The gradient of a row's combine weight is rowsum(dout * y) = rowsum((dout Wd) * a), so
 backward needs no y. Shape suffixes: see `ops/nn/dims.py`.
 """
@@ -22,16 +22,12 @@ def build_experts(dims: StageDims, dtype: str) -> dict[str, Callable[..., Any]]:
     ct, st = ms_dtype(dtype), ms_dtype(stream_dtype(dtype))
     K = dims.num_experts_per_tok
 
-    def expert_fwd(
-        xn: Tensor, idx: Tensor, wg: Tensor, wu: Tensor, wd: Tensor
-    ) -> tuple[Tensor, ...]:
-        x = ops.gather(xn, idx, 0)
+    def expert_fwd(x: Tensor, wg: Tensor, wu: Tensor, wd: Tensor) -> tuple[Tensor, ...]:
         g, u = nt(x, wg), nt(x, wu)
         return nt(ops.sigmoid(g) * g * u, wd), g, u
 
     def expert_bwd(
-        xn: Tensor,
-        idx: Tensor,
+        x: Tensor,
         g: Tensor,
         u: Tensor,
         w: Tensor,
@@ -40,8 +36,7 @@ def build_experts(dims: StageDims, dtype: str) -> dict[str, Callable[..., Any]]:
         wu: Tensor,
         wd: Tensor,
     ) -> tuple[Tensor, ...]:
-        x = ops.gather(xn, idx, 0)
-        dy = ops.gather(dout, idx, 0).astype(ct)
+        dy = dout.astype(ct)
         da = nn(dy, wd)  # before the combine weight
         s = ops.sigmoid(g)
         sg = s * g

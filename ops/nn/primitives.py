@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 import mindspore as ms
 import numpy as np
 from mindspore import ops
-from mindspore.graph.api import _pynative_executor
 
 if TYPE_CHECKING:
     Tensor = Any  # MindSpore's annotations are not usable by a checker
@@ -55,13 +54,16 @@ def jit(fn: Callable[..., Any]) -> Callable[..., Any]:
     return compiled
 
 
-def wait() -> None:
-    """Block until everything launched so far has been computed.
+def wait(outputs: Any) -> None:
+    """Block until `outputs` (tensors of one jit call) have been computed.
 
     A jit call with one output blocks by itself, one with several outputs does not (measured).
-    `mindspore.runtime.synchronize` does the same but logs an error on CPU each time.
+    `asnumpy` sleeps until the value is there, while `_pynative_executor.sync` spins and takes a
+    core from the kernels: 12.9 against 7.7 ms for a matmul on two cores. A tensor's launch may
+    still be under way when its value is not asked for, so every output is.
     """
-    _pynative_executor.sync()
+    for tensor in outputs if isinstance(outputs, (tuple, list)) else (outputs,):
+        tensor.asnumpy()
 
 
 def spread(r_T1: Tensor, width: int) -> Tensor:

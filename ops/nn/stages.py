@@ -148,25 +148,24 @@ class Stages:
     # ---- experts
 
     def expert_fwd(
-        self, xn_TD: Tensor, idx_N: Tensor, wg_FD: Tensor, wu_FD: Tensor, wd_DF: Tensor
+        self, x_ND: Tensor, wg_FD: Tensor, wu_FD: Tensor, wd_DF: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return (y_ND, g_NF, u_NF) ct of the rows idx_N of xn."""
-        return self._run("expert_fwd", xn_TD, idx_N, wg_FD, wu_FD, wd_DF)
+        """Return (y_ND, g_NF, u_NF) ct of the expert's rows x (of a bucket, zero-padded)."""
+        return self._run("expert_fwd", x_ND, wg_FD, wu_FD, wd_DF)
 
     def expert_bwd(
         self,
-        xn_TD: Tensor,
-        idx_N: Tensor,
+        x_ND: Tensor,
         g_NF: Tensor,
         u_NF: Tensor,
         w_N: Tensor,
-        dout_TD: Tensor,
+        dout_ND: Tensor,
         wg_FD: Tensor,
         wu_FD: Tensor,
         wd_DF: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """Return (dx_ND ct, dw_N st, dwg, dwu, dwd st); padded rows of dw_N mean nothing."""
-        return self._run("expert_bwd", xn_TD, idx_N, g_NF, u_NF, w_N, dout_TD, wg_FD, wu_FD, wd_DF)
+        return self._run("expert_bwd", x_ND, g_NF, u_NF, w_N, dout_ND, wg_FD, wu_FD, wd_DF)
 
     def shared_fwd(
         self, xn_TD: Tensor, wg_FD: Tensor, wu_FD: Tensor, wd_DF: Tensor
@@ -240,7 +239,7 @@ class Stages:
 
     def _run(self, name: str, *args: Any) -> Any:
         result = self._functions[name](*args)
-        wait()  # a jit call that returns a tuple comes back before it ran
+        wait(result)  # a jit call that returns a tuple comes back before it ran
         return result
 
     def _attn(self, w: AttnWeights) -> Sequence[Tensor]:

@@ -40,9 +40,9 @@ def warm_up(
     if ffn_size:
         weights = _swiglu(stages, ffn_size)
         for rows in bucket_sizes(T):
-            idx, g, w = _index(rows), _compute(stages, rows, ffn_size), _stream(stages, rows)
-            stages.expert_fwd(xn, idx, *weights)
-            stages.expert_bwd(xn, idx, g, g, w, h, *weights)
+            x, g = _compute(stages, rows, D), _compute(stages, rows, ffn_size)
+            stages.expert_fwd(x, *weights)
+            stages.expert_bwd(x, g, g, _stream(stages, rows), _stream(stages, rows, D), *weights)
     if shared_ffn_size:
         weights, g = _swiglu(stages, shared_ffn_size), _compute(stages, T, shared_ffn_size)
         stages.shared_fwd(xn, *weights)

@@ -29,7 +29,6 @@ STAGES = (
     "head_slice_fwd",
     "head_slice_bwd",
 )
-_SLACK_BYTES = 32 << 20
 
 
 def query_block(seq_len: int) -> int:
@@ -56,11 +55,11 @@ def workspace_bytes(
     names = (num_tokens, rows, ffn_size, vocab_rows)
     inputs, working = _elements(stage, dims, *names)
     if compute_dtype == "float64":
-        return 8 * (inputs + working) + _SLACK_BYTES
+        return 8 * (inputs + working)
     if compute_dtype == "float16":  # casts stand beside fp32; the fp16 matmul has its own copies
         each = 24 if stage.startswith(("expert", "shared")) else 6
-        return 4 * inputs + each * working + _SLACK_BYTES
-    return 4 * (inputs + working) + _SLACK_BYTES
+        return 4 * inputs + each * working
+    return 4 * (inputs + working)
 
 
 def _elements(stage: str, dims: StageDims, T: int, N: int, F: int, R: int) -> tuple[int, int]:
@@ -72,21 +71,21 @@ def _elements(stage: str, dims: StageDims, T: int, N: int, F: int, R: int) -> tu
         N = T
     h, expert, vocab, scores = T * D, 3 * F * D, R * D, T * E
     table = {
-        "embed_fwd": (vocab + T, 3 * h),
+        "embed_fwd": (T, 3 * h),
         "embed_bwd": (h + T, vocab + 2 * h),
         "router_fwd": (h + E * D, 4 * h + 2 * scores),
         "router_weights": (scores + T * K, 16 * scores),
         "router_bwd": (2 * h + 2 * scores + E * D, 7 * h + 16 * scores + E * D),
-        "expert_fwd": (h + N + expert, 2 * N * D + 4 * N * F),
-        "expert_bwd": (2 * h + 2 * N * F + expert, 4 * N * D + 6 * N * F + expert),
-        "shared_fwd": (h + expert, 2 * N * D + 4 * N * F),
-        "shared_bwd": (2 * h + 2 * N * F + expert, 4 * N * D + 6 * N * F + expert),
+        "expert_fwd": (N * D, 2 * N * D + 4 * N * F),
+        "expert_bwd": (2 * N * D + 2 * N * F, 4 * N * D + 6 * N * F + expert),
+        "shared_fwd": (h, 2 * N * D + 4 * N * F),
+        "shared_bwd": (2 * h + 2 * N * F, 4 * N * D + 6 * N * F + expert),
         "combine": ((K + 2) * h, (3 * K + 3) * h),
         "uncombine": ((K + 1) * h, (K + 3) * h),
         "final_norm_fwd": (h, 4 * h),
         "final_norm_bwd": (2 * h, 7 * h),
-        "head_slice_fwd": (h + vocab + T, 3 * T * R + 2 * h),
-        "head_slice_bwd": (h + vocab + 3 * T, 3 * T * R + 2 * h + vocab),
+        "head_slice_fwd": (h + T, 3 * T * R + 2 * h),
+        "head_slice_bwd": (h + 3 * T, 3 * T * R + 2 * h + vocab),
     }
     return table[stage]
 
@@ -99,9 +98,9 @@ def _attention_elements(stage: str, dims: StageDims, T: int) -> tuple[int, int]:
     sequences = -(-T // dims.seq_len)
     scores = sequences * dims.num_heads * query_block(dims.seq_len) * dims.seq_len
     return {
-        "attn_fwd": (h + weights, 3 * h + 8 * q + 8 * kv + 6 * scores),
+        "attn_fwd": (h, 3 * h + 8 * q + 8 * kv + 6 * scores),
         "attn_bwd": (
-            2 * h + 2 * q + 2 * kv + weights,
+            2 * h + 2 * q + 2 * kv,
             6 * h + 20 * q + 20 * kv + weights + 8 * scores,
         ),
     }[stage]

@@ -23,7 +23,7 @@ def test_in_place_operations_do_nothing_on_cpu():
     """Why no `*_` method is used on tensors anywhere."""
     x = tensor_on(np.ones(4, np.float32))
     y = x.add_(1.0)
-    wait()
+    wait((x, y))
     assert (y.asnumpy() == 2).all() and (x.asnumpy() == 1).all()
 
 
@@ -73,14 +73,13 @@ def _two_products(a):
 def test_a_jit_call_with_two_outputs_returns_before_it_ran():
     """Why `Stages` waits after every call, and why buffers are reused only after that."""
     a = tensor_on(np.full((1024, 1024), 1e-3, np.float32))
-    _two_products(a)
-    wait()
+    wait(_two_products(a))
     ratios = []
     for _ in range(5):
         start = time.perf_counter()
-        _two_products(a)
+        outputs = _two_products(a)
         returned = time.perf_counter()
-        wait()
+        wait(outputs)
         ratios.append((returned - start) / (time.perf_counter() - start))
     assert min(ratios) < 0.5
 
@@ -92,7 +91,7 @@ def test_waiting_makes_a_reused_input_buffer_safe():
     for _ in range(10):
         array[:] = 1e-3
         got = _two_products(tensor)
-        wait()
+        wait(got)
         array[:] = np.nan
         assert all(np.array_equal(a.asnumpy(), b) for a, b in zip(got, want))
 
@@ -102,4 +101,3 @@ def test_bf16_has_no_matmul_on_cpu():
     x = ms.Tensor(np.ones((2, 2), np.float32)).astype(ms.bfloat16)
     with pytest.raises((TypeError, RuntimeError, ValueError)):
         ops.matmul(x, x).astype(ms.float32).asnumpy()
-        wait()

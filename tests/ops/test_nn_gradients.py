@@ -122,14 +122,13 @@ def run_experts(stages, p, h_mid, idx, dout):
     y, dx, dw = np.empty((P, D)), np.empty((P, D)), np.empty(P)
     grads = {}
     for e in np.flatnonzero(plan.counts_E):
-        weights, rows = tensors(*p["experts"][e]), tensor_on(plan.rows(e))
+        weights, rows = tensors(*p["experts"][e]), plan.rows(e)
+        x, dout_N = tensor_on(xn.asnumpy()[rows].copy()), tensor_on(dout[rows])
         count = int(plan.counts_E[e])
-        y_N, g_N, u_N = stages.expert_fwd(xn, rows, *weights)
+        y_N, g_N, u_N = stages.expert_fwd(x, *weights)
         y[plan.slots(e)] = y_N.asnumpy()[:count]
         w_N = tensor_on(plan.weights(e, w_TK.asnumpy()))
-        dx_N, dw_N, *grads[e] = stages.expert_bwd(
-            xn, rows, g_N, u_N, w_N, tensor_on(dout), *weights
-        )
+        dx_N, dw_N, *grads[e] = stages.expert_bwd(x, g_N, u_N, w_N, dout_N, *weights)
         assert not dx_N.asnumpy()[count:].any(), "padding must not reach the input's gradient"
         dx[plan.slots(e)], dw[plan.slots(e)] = dx_N.asnumpy()[:count], dw_N.asnumpy()[:count]
     pos = tensor_on(plan.pos_TK)

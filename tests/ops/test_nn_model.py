@@ -25,21 +25,22 @@ def layer_forward(stages, p, h):
     w_TK, balance, z = stages.router_weights(logits, tensor_on(idx))
     y, experts = np.empty((idx.size, SHAPE.hidden_size)), {}
     for e in np.flatnonzero(plan.counts_E):
-        weights, rows = [tensor_on(w) for w in p["experts"][e]], tensor_on(plan.rows(e))
-        y_N, g, u = stages.expert_fwd(xn, rows, *weights)
+        weights, rows = [tensor_on(w) for w in p["experts"][e]], plan.rows(e)
+        x = tensor_on(xn.asnumpy()[rows].copy())
+        y_N, g, u = stages.expert_fwd(x, *weights)
         y[plan.slots(e)] = y_N.asnumpy()[: plan.counts_E[e]]
-        experts[e] = rows, g, u, tensor_on(plan.weights(e, w_TK.asnumpy())), weights
+        experts[e] = x, rows, g, u, tensor_on(plan.weights(e, w_TK.asnumpy())), weights
     out = stages.combine(h_mid, tensor_on(y), tensor_on(plan.pos_TK), w_TK)
     extra = BALANCE * float(balance.asnumpy()) + Z * float(z.asnumpy())
-    return out, extra, (h, attn, saved, norm, xn, logits, idx, plan, experts)
+    return out, extra, (h, attn, saved, norm, logits, idx, plan, experts)
 
 
 def layer_backward(stages, kept, dout, num_sequences):
     """Return the gradient of the block's input and of wq."""
-    h, attn, saved, norm, xn, logits, idx, plan, experts = kept
+    h, attn, saved, norm, logits, idx, plan, experts = kept
     dx, dw = np.empty((idx.size, SHAPE.hidden_size)), np.empty(idx.size)
-    for e, (rows, g, u, w_N, weights) in experts.items():
-        dx_N, dw_N, *_ = stages.expert_bwd(xn, rows, g, u, w_N, tensor_on(dout), *weights)
+    for e, (x, rows, g, u, w_N, weights) in experts.items():
+        dx_N, dw_N, *_ = stages.expert_bwd(x, g, u, w_N, tensor_on(dout[rows]), *weights)
         dx[plan.slots(e)] = dx_N.asnumpy()[: plan.counts_E[e]]
         dw[plan.slots(e)] = dw_N.asnumpy()[: plan.counts_E[e]]
     dxn = stages.uncombine(tensor_on(dx), tensor_on(plan.pos_TK))

@@ -13,6 +13,9 @@ DIMS = StageDims(512, 8, 2, 64, 16, 2, 512)
 SHORT = StageDims(1024, 4, 4, 64, 32, 4, 64, qk_norm=False)
 SIZES = {"num_tokens": 2048, "rows": 1024, "ffn_size": 1024, "vocab_rows": 4096}
 
+# What a first call leaves behind besides its tensors: compiled code, thread stacks, pool headers.
+COMPILED_BYTES = 24 << 20
+
 MEASURE = r"""
 import json, sys
 import numpy as np
@@ -39,27 +42,32 @@ def status(key):
     with open("/proc/self/status") as lines:
         return next(int(x.split()[1]) << 10 for x in lines if x.startswith(key))
 
-def arguments(d):
+def weights(d):
     D, q, kv = d.hidden_size, d.num_heads * d.head_dim, d.num_kv_heads * d.head_dim
     E, K = d.num_experts, d.num_experts_per_tok
     norm = f(d.head_dim) if d.qk_norm else None
     attn = AttnWeights(f(D), c(q, D), c(kv, D), c(kv, D), c(D, q), norm, norm)
-    swiglu = c(F, D), c(F, D), c(D, F)
+    return attn, (c(F, D), c(F, D), c(D, F)), f(E, D), c(R, D)
+
+def arguments(d, attn, swiglu, router, head):
+    D, q, kv = d.hidden_size, d.num_heads * d.head_dim, d.num_kv_heads * d.head_dim
+    E, K = d.num_experts, d.num_experts_per_tok
     return {
         "attn_fwd": lambda: (f(T, D), attn),
         "attn_bwd": lambda: (f(T, D), attn, AttnSaved(c(T, q), c(T, kv), c(T, kv), c(T, q)),
                              f(T, D)),
-        "router_bwd": lambda: (f(T, D), f(D), f(E, D), f(T, E), i(T, K), f(T, D), f(T, K), 1., 1.),
-        "expert_bwd": lambda: (c(T, D), i(N), c(N, F), c(N, F), f(N), f(T, D), *swiglu),
+        "router_bwd": lambda: (f(T, D), f(D), router, f(T, E), i(T, K), f(T, D), f(T, K), 1., 1.),
+        "expert_bwd": lambda: (c(N, D), c(N, F), c(N, F), f(N), f(N, D), *swiglu),
         "combine": lambda: (f(T, D), c(T * K, D), i(T, K), f(T, K)),
         "final_norm_bwd": lambda: (f(T, D), f(D), f(T, D)),
-        "head_slice_bwd": lambda: (c(T, D), c(R, D), i(T), 0, f(T), f(T)),
+        "head_slice_bwd": lambda: (c(T, D), head, i(T), 0, f(T), f(T)),
     }[stage]()
 
 Stages(StageDims(32, 2, 1, 16, 2, 1, 16)).final_norm_fwd(f(16, 32), f(32))
 stages = Stages(dims, dtype)
+held = weights(dims)
 before = status("VmRSS")
-args = arguments(dims)
+args = arguments(dims, *held)
 with open("/proc/self/clear_refs", "w") as file:
     file.write("5")
 out = getattr(stages, stage)(*args)
@@ -80,9 +88,10 @@ def test_a_stage_takes_no_more_than_it_declares(stage, dims, dtype):
         [sys.executable, "-c", MEASURE, *arguments], capture_output=True, text=True, check=True
     )
     used, declared = json.loads(run.stdout.splitlines()[-1])
+    used -= COMPILED_BYTES
     assert used <= declared, f"{used >> 20} MiB used, {declared >> 20} MiB declared"
     if dtype == "float32":
-        assert declared <= 3 * used + (48 << 20), "a bound this loose would refuse models that fit"
+        assert declared <= 3 * used + (16 << 20), "a bound this loose would refuse models that fit"
 
 
 def test_every_stage_declares_and_more_tokens_never_take_less():

@@ -1,0 +1,232 @@
+"""The real command in a process of its own: what it writes, how it ends, what it refuses.
+
+One small model, so that a run is a few seconds of which most is importing and compiling.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from launch.report import LANES, REPORT_KEYS, STEP_KEYS
+from tests.launch.helpers import ROOT
+
+CONFIG: dict[str, Any] = {
+    "model": {
+        "vocab_size": 260,
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "moe_intermediate_size": 96,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+    },
+    "train": {"steps": 4, "seq_len": 32, "micro_batch_size": 2, "eval_batches": 2},
+    "optimizer": {"learning_rate": 2e-3, "warmup_steps": 2},
+    "offload": {
+        "device": {"capacity": "8MiB"},
+        "host": {"capacity": "2MiB"},
+        "nvme": {"capacity": "64MiB"},
+        "prefetch_buffer_size": "1MiB",
+        "io_workers": 2,
+    },
+}
+
+
+def command(folder: Path, *arguments: str, text: str | None = None) -> list[str]:
+    """The command line of a run with its files below `folder`."""
+    config = json.loads(json.dumps(CONFIG))
+    config["offload"]["nvme"]["path"] = str(folder / "nvme")
+    if text is not None:
+        config["data"] = {"source": text}
+    path = folder / "small.yaml"
+    path.write_text(yaml.safe_dump(config))
+    run = ["--run-dir", str(folder / "run")]
+    return [sys.executable, "-m", "launch", "train", str(path), *run, *arguments]
+
+
+def call(folder: Path, *arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Run to the end; `options` go to subprocess.run."""
+    return subprocess.run(
+        command(folder, *arguments),
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=300,
+        **options,
+    )
+
+
+def steps_of(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "run/steps.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory) -> tuple[Path, subprocess.CompletedProcess[str]]:
+    folder = tmp_path_factory.mktemp("finished")
+    return folder, call(folder)
+
+
+def test_a_run_ends_well_and_says_where_its_report_is(finished):
+    folder, result = finished
+    assert result.returncode == 0, result.stderr
+    assert "report.json" in result.stdout
+    assert not (folder / "nvme/data.bin").exists(), "cold data is of no use after the run"
+
+
+def test_every_step_has_a_record(finished):
+    folder, _ = finished
+    steps = steps_of(folder)
+    assert [row["step"] for row in steps] == [1, 2, 3, 4]
+    for row in steps:
+        assert set(STEP_KEYS) <= set(row)
+        assert float.fromhex(row["loss_hex"]) == pytest.approx(row["loss"])
+        assert set(row["lanes"]) == set(LANES)
+        assert row["lanes"]["h2d_bytes"] > 0 and row["lanes"]["d2h_bytes"] > 0
+        for way in ("read", "write"):
+            by_cause = sum(causes[f"{way}_bytes"] for causes in row["nvme_by_cause"].values())
+            assert by_cause == row["lanes"][f"nvme_{way}_bytes"]
+    assert sum(row["lanes"]["nvme_write_bytes"] for row in steps) > 0
+
+
+def test_the_report_holds_what_is_promised(finished):
+    folder, _ = finished
+    report = json.loads((folder / "run/report.json").read_text())
+    assert set(REPORT_KEYS) <= set(report)
+    for tier in report["tiers"].values():
+        assert 0 < tier["peak_bytes"] <= tier["capacity_bytes"]
+    assert report["steps"] == 4 and report["exit_reason"] == "done"
+    assert len(report["weights_digest"]) == 32
+    evaluation = report["eval"][-1]
+    assert evaluation["step"] == 4
+    assert evaluation["perplexity"] == pytest.approx(math.exp(evaluation["loss"]))
+    grown = report["process"]["peak_rss_bytes"] - report["process"]["baseline_rss_bytes"]
+    budgets = sum(report["tiers"][tier]["capacity_bytes"] for tier in ("host", "device"))
+    assert grown <= 1.1 * budgets + (128 << 20)
+
+
+def test_stopping_earlier_keeps_the_schedule(finished, tmp_path):
+    folder, _ = finished
+    result = call(tmp_path, "--steps", "2")
+    assert result.returncode == 0, result.stderr
+    keys = ("loss_hex", "lr", "grad_norm")
+    wanted = [[row[key] for key in keys] for row in steps_of(folder)[:2]]
+    assert [[row[key] for key in keys] for row in steps_of(tmp_path)] == wanted
+
+
+def test_a_signal_ends_the_run_after_its_step(tmp_path):
+    arguments = ["--set", "train.steps=100000"]
+    process = subprocess.Popen(
+        command(tmp_path, *arguments),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=ROOT,
+    )
+    assert process.stdout is not None
+    for line in process.stdout:
+        if "step" in line and "/100000" in line:
+            break
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 130, output
+    report = json.loads((tmp_path / "run/report.json").read_text())
+    assert report["exit_reason"].startswith("Stopped")
+    assert report["steps"] == len(steps_of(tmp_path)) > 0
+
+
+def test_a_numeric_alarm_is_exit_4(tmp_path):
+    result = call(tmp_path, "--set", "optimizer.learning_rate=1e30")
+    assert result.returncode == 4, result.stderr
+    assert "learning_rate" in result.stderr and "Traceback" not in result.stderr
+    report = json.loads((tmp_path / "run/report.json").read_text())
+    assert report["exit_reason"].startswith("NumericAlarm")
+
+
+FAULTY = """
+import functools, launch.build
+from launch.cli import main
+from offload.testing_storage import Fault, FaultyStorage
+fault = Fault({kind!r}, {verb!r}, at_op={at_op}, code={code})
+store = launch.build.NvmeStore
+launch.build.NvmeStore = functools.partial(store, open_file=FaultyStorage(fault))
+main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("kind", "verb", "at_op", "code"),
+    [
+        ("error", "write", 20, errno.ENOSPC),
+        ("error", "read", 20, errno.EIO),
+        ("flip", "read", 20, 0),
+    ],
+    ids=["full disk", "read error", "flipped bit"],
+)
+def test_a_storage_fault_is_exit_3_and_names_the_file(tmp_path, kind, verb, at_op, code):
+    """C04, C05 from the drive to the shell: never trained on, never a traceback, never a hang."""
+    arguments = command(tmp_path)
+    script = FAULTY.format(kind=kind, verb=verb, at_op=at_op, code=code)
+    result = subprocess.run(
+        [sys.executable, "-c", script, *arguments[3:]],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=300,
+    )
+    assert result.returncode == 3, result.stderr + result.stdout
+    assert "data.bin" in result.stderr and "block=" in result.stderr
+    assert "Traceback" not in result.stderr
+    report = json.loads((tmp_path / "run/report.json").read_text())
+    assert report["exit_reason"].startswith(("StorageError", "CorruptBlock"))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "wanted"),
+    [
+        (["data.source=/no/such/file"], "/no/such/file"),
+        (["model.num_experts_per_tok=5"], "model.num_experts_per_tok"),
+        (["model.vocab_size=100"], "vocab"),
+        (["offload.host.capacity=64KiB"], "offload.host.capacity"),
+        (["offload.device.capacity=64KiB"], "offload.device.capacity"),
+        (["offload.nvme.path=/proc/nowhere"], "offload.nvme.path"),
+        (
+            [
+                "train.gradient_accumulation_steps=90000",
+                "train.micro_batch_order=batch_major",
+                "offload.host.capacity=64MiB",
+            ],
+            "180000",
+        ),
+        (["train.stepz=3"], "did you mean"),
+        (["parallel.data_parallel=2"], "one rank"),
+        (["offload.durability=step"], "offload.durability"),
+    ],
+)
+def test_bad_input_is_one_sentence_and_exit_2(tmp_path, overrides, wanted):
+    sets = [argument for override in overrides for argument in ("--set", override)]
+    result = call(tmp_path, *sets)
+    assert result.returncode == 2, result.stderr + result.stdout
+    message = result.stderr.strip()
+    assert wanted in message and "Traceback" not in message
+    assert len(message.splitlines()) == 1
+
+
+def test_a_second_job_on_the_same_path_is_told_who_holds_it(tmp_path):
+    from offload.nvme.store import NvmeStore
+
+    with NvmeStore(str(tmp_path / "nvme"), 1 << 20):
+        result = call(tmp_path)
+    assert result.returncode == 2
+    assert "offload.nvme.path" in result.stderr
