@@ -39,7 +39,7 @@ from offload.update_job import UpdateJob
 from offload.update_stream import UpdateStream
 from ops.device import Backend
 from ops.kernels.adamw import AdamW
-from ops.kernels.pool import KernelPool
+from ops.kernels.pool import KernelPool, copy_flat
 from ops.kernels.reduce import accumulate
 
 
@@ -91,6 +91,7 @@ class UnitUse:
 
     lease: Lease
     total: np.ndarray | None
+    pool: KernelPool | None = None
     _filled: set[str] = field(default_factory=set)
 
     @property
@@ -106,9 +107,9 @@ class UnitUse:
                 target = self.total[place.start : place.start + place.spec.size]
                 source = np.ascontiguousarray(gradient, np.float32).reshape(-1)
                 if name in self._filled:
-                    accumulate(target, source)
+                    accumulate(target, source, pool=self.pool)
                 else:
-                    np.copyto(target, source)
+                    copy_flat(target, source, pool=self.pool)
                     self._filled.add(name)
                 return
         raise KeyError(f"{self.lease.unit.name} has no tensor {name}")
@@ -215,7 +216,7 @@ class OffloadEngine:
         total = None
         if lease.accumulator is not None:
             total = lease.accumulator.view("float32", 0, lease.unit.layout.size)
-        held = UnitUse(lease, total)
+        held = UnitUse(lease, total, self._parts.pool)
         try:
             yield held
             if total is not None:

@@ -17,6 +17,8 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
+import numpy as np
+
 from ops.units import round_up
 
 BLOCK = 4096
@@ -123,3 +125,12 @@ def run_chunks(pool: KernelPool | None, kernel: Callable[..., Any], size: int, *
             kernel(*args, 0, size)
     else:
         pool.run(lambda lo, hi: kernel(*args, lo, hi), size)
+
+
+def copy_flat(target: np.ndarray, source: np.ndarray, *, pool: KernelPool | None = None) -> None:
+    """Copy flat `source` into `target` (same dtype and length), in chunks on `pool`'s threads."""
+
+    def copy(lo: int, hi: int) -> None:
+        np.copyto(target[lo:hi], source[lo:hi], casting="no")
+
+    run_chunks(pool, copy, source.size)

@@ -1,7 +1,9 @@
 """The backends: sharing memory, waiting, settings and the NumPy check."""
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -70,3 +72,22 @@ def test_onednn_mode_is_read_at_load_and_threads_are_reported():
         [sys.executable, "-c", code], env=env, check=True, capture_output=True, text=True
     )
     assert out.stdout.split()[-2:] == ["BF16", "1"]
+
+
+def test_kernel_threads_sit_on_cores_of_their_own():
+    """Two workers left on one core made every other kernel take twice as long."""
+    from ops.backend import pin_workers
+    from tests.moe.harness import shared_backend
+
+    shared_backend()
+    cores = len(os.sched_getaffinity(0))
+    pinned = pin_workers()
+    assert pinned <= cores
+    affinities = []
+    for task in os.listdir("/proc/self/task"):
+        name = Path(f"/proc/self/task/{task}/comm").read_text()
+        if name.startswith(("ActorThread", "KernelThread")):
+            affinities.append(tuple(os.sched_getaffinity(int(task))))
+    if pinned:
+        assert sorted(len(cpus) for cpus in affinities) == [1] * pinned
+        assert len(set(affinities)) == pinned
