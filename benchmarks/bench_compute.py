@@ -72,7 +72,9 @@ def _serve(step: Any, info: dict[str, Any]) -> None:
 def _config(preset: str) -> Any:
     from launch.config import load_config
 
+    # Everything stays in memory, activations too: the peer recomputes nothing either.
     overrides = [f"offload.{tier}.capacity={HUGE}" for tier in ("device", "host")]
+    overrides.append("train.recompute=none")
     return load_config(preset, overrides)
 
 

@@ -139,7 +139,7 @@ def compute_parts(config: RunConfig) -> tuple[MindSporeBackend, Stages]:
     from ops.nn.warm_up import warm_up as warm_up_stages
 
     model, train = config.model, config.train
-    backend = MindSporeBackend()
+    backend = MindSporeBackend(config.runtime.onednn_fpmath.upper())
     backend.configure(config.runtime.num_threads)
     stages = Stages(stage_dims(model, train), train.compute_dtype)
     warm_up_kernels()

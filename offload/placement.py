@@ -312,8 +312,14 @@ def _problems(tiers: dict[str, TierPlan]) -> tuple[list[str], list[str]]:
                 f"offload.{tier.tier}.capacity = {format_bytes(tier.capacity_bytes)} is below the "
                 f"minimum of {format_bytes(need)} ({need} B = {sums})"
             )
-            remedies.append(f"set offload.{tier.tier}.capacity to at least {need}")
+            remedies.append(f"set offload.{tier.tier}.capacity to at least {_as_written(need)}")
     return problems, remedies
+
+
+def _as_written(nbytes: int) -> str:
+    """The size a user would write for at least `nbytes`: whole MiB, or KiB when it is small."""
+    unit, power = ("MiB", 1 << 20) if nbytes >= 1 << 20 else ("KiB", 1 << 10)
+    return f"{-(-nbytes // power)}{unit}"
 
 
 def _components(

@@ -1,8 +1,8 @@
 """MindSpore as the engine's `Backend`: process-wide settings, zero-copy tensors, waiting.
 
 Importing this module imports MindSpore (2.3 s, 400 MiB) after checking NumPy. oneDNN reads
-ONEDNN_DEFAULT_FPMATH_MODE when it is loaded, so `launch/` sets it before this import; what it was
-then is reported by `onednn_mode`.
+ONEDNN_DEFAULT_FPMATH_MODE when it is loaded, so `launch/` sets it before this import and tells
+the backend what it set.
 """
 
 from __future__ import annotations
@@ -17,8 +17,6 @@ from ops.device import check_numpy, check_threads
 
 check_numpy()
 
-_ONEDNN_MODE = os.environ.get("ONEDNN_DEFAULT_FPMATH_MODE", "STRICT") or "STRICT"
-
 import mindspore as ms  # noqa: E402
 from mindspore.graph.api import _pynative_executor  # noqa: E402
 
@@ -28,7 +26,9 @@ class MindSporeBackend:
 
     name = "mindspore"
 
-    def __init__(self) -> None:
+    def __init__(self, onednn_mode: str = "STRICT") -> None:
+        """`onednn_mode` is what ONEDNN_DEFAULT_FPMATH_MODE was when MindSpore was loaded."""
+        self._onednn_mode = onednn_mode
         self._threads: int | None = None
 
     def configure(self, threads: int | None = None) -> None:
@@ -73,7 +73,7 @@ class MindSporeBackend:
 
     def onednn_mode(self) -> str:
         """Return ONEDNN_DEFAULT_FPMATH_MODE as it was when MindSpore was loaded."""
-        return _ONEDNN_MODE
+        return self._onednn_mode
 
 
 def pin_workers() -> int:

@@ -65,13 +65,11 @@ def _rotate(x: Tensor, half: int) -> Tensor:
     return ops.concat((-x[..., half:], x[..., :half]), -1)
 
 
-def build_attention(dims: StageDims, dtype: str) -> dict[str, Callable[..., Any]]:
-    """Return jit-compiled `attn_fwd`, `attn_bwd` for `dims` (see `Stages`)."""
+def _build_heads(dims: StageDims, dtype: str) -> tuple[Callable[..., Any], ...]:
+    """Return functions between projections and rotated heads: heads, flat, prepare, prepare_dx."""
     ct, st = ms_dtype(dtype), ms_dtype(stream_dtype(dtype))
-    S, H, G, C = dims.seq_len, dims.num_heads, dims.num_kv_heads, dims.head_dim
-    M, half, eps, qk_norm = H // G, C // 2, dims.rms_norm_eps, dims.qk_norm
-    step = query_block(S)
-    starts = tuple(range(0, S, step))
+    S, C, eps, qk_norm = dims.seq_len, dims.head_dim, dims.rms_norm_eps, dims.qk_norm
+    half = C // 2
 
     def heads(x: Tensor, n: int) -> Tensor:  # [T, n*C] -> [B, n, S, C]
         return ops.transpose(x.reshape((-1, S, n, C)), (0, 2, 1, 3))
@@ -102,6 +100,16 @@ def build_attention(dims: StageDims, dtype: str) -> dict[str, Callable[..., Any]
         dx, dw = rms_norm_dx(x.reshape((-1, C)), w, dy.reshape((-1, C)), eps)
         return flat(dx.reshape(x.shape), n).astype(ct), sum_rows(dw)
 
+    return heads, flat, prepare, prepare_dx
+
+
+def _build_core(dims: StageDims, dtype: str) -> tuple[Callable[..., Any], ...]:
+    """Return the core by blocks of queries: core_fwd, core_bwd."""
+    ct, st = ms_dtype(dtype), ms_dtype(stream_dtype(dtype))
+    S, C, M = dims.seq_len, dims.head_dim, dims.num_heads // dims.num_kv_heads
+    step = query_block(S)
+    starts = tuple(range(0, S, step))
+
     def probs(q5: Tensor, k3: Tensor, bias: Tensor, lo: int, hi: int) -> tuple[Tensor, ...]:
         # q5 [B*G, M, S, C], k3 [B*G, S, C]
         q = q5[:, :, lo:hi].reshape((-1, M * (hi - lo), C))
@@ -113,26 +121,7 @@ def build_attention(dims: StageDims, dtype: str) -> dict[str, Callable[..., Any]
         s = s + repeat(mask, s.shape[0] * M).reshape(s.shape)
         return q, ops.softmax(s, -1).astype(ct)
 
-    def attn_fwd(
-        h: Tensor,
-        ln: Tensor,
-        wq: Tensor,
-        wk: Tensor,
-        wv: Tensor,
-        wo: Tensor,
-        qn: Tensor,
-        kn: Tensor,
-        cos_q: Tensor,
-        sin_q: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        bias: Tensor,
-    ) -> tuple[Tensor, ...]:
-        xn = rms_norm(h, ln, eps).astype(ct)
-        q, k, v = nt(xn, wq), nt(xn, wk), nt(xn, wv)
-        q5 = prepare(q, qn, H, cos_q, sin_q).reshape((-1, M, S, C))
-        k3 = prepare(k, kn, G, cos, sin).reshape((-1, S, C))
-        v3 = heads(v, G).reshape((-1, S, C))
+    def core_fwd(q5: Tensor, k3: Tensor, v3: Tensor, bias: Tensor) -> Tensor:
         outs: list[Tensor] = []
         for lo in starts:
             hi = min(lo + step, S)
@@ -140,9 +129,7 @@ def build_attention(dims: StageDims, dtype: str) -> dict[str, Callable[..., Any]
                 q5 = ops.depend(q5, outs[-1])
             _, p = probs(q5, k3, bias, lo, hi)
             outs.append(bmm_nn(p, v3[:, :hi]).reshape((-1, M, hi - lo, C)))
-        o5 = outs[0] if len(outs) == 1 else ops.concat(outs, 2)
-        o = flat(o5.reshape((-1, H, S, C)), H)
-        return h + nt(o, wo).astype(st), q, k, v, o
+        return outs[0] if len(outs) == 1 else ops.concat(outs, 2)
 
     def core_bwd(
         q5: Tensor, k3: Tensor, v3: Tensor, o5: Tensor, do5: Tensor, bias: Tensor
@@ -169,6 +156,41 @@ def build_attention(dims: StageDims, dtype: str) -> dict[str, Callable[..., Any]
             dk, dv = dk + dk_part, dv + dv_part
         dq = dqs[0] if len(dqs) == 1 else ops.concat(dqs, 2)
         return dq, dk, dv
+
+    return core_fwd, core_bwd
+
+
+def build_attention(dims: StageDims, dtype: str) -> dict[str, Callable[..., Any]]:
+    """Return jit-compiled `attn_fwd`, `attn_bwd` for `dims` (see `Stages`)."""
+    ct, st = ms_dtype(dtype), ms_dtype(stream_dtype(dtype))
+    S, H, G, C = dims.seq_len, dims.num_heads, dims.num_kv_heads, dims.head_dim
+    M, eps = H // G, dims.rms_norm_eps
+    heads, flat, prepare, prepare_dx = _build_heads(dims, dtype)
+    core_fwd, core_bwd = _build_core(dims, dtype)
+
+    def attn_fwd(
+        h: Tensor,
+        ln: Tensor,
+        wq: Tensor,
+        wk: Tensor,
+        wv: Tensor,
+        wo: Tensor,
+        qn: Tensor,
+        kn: Tensor,
+        cos_q: Tensor,
+        sin_q: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        bias: Tensor,
+    ) -> tuple[Tensor, ...]:
+        xn = rms_norm(h, ln, eps).astype(ct)
+        q, k, v = nt(xn, wq), nt(xn, wk), nt(xn, wv)
+        q5 = prepare(q, qn, H, cos_q, sin_q).reshape((-1, M, S, C))
+        k3 = prepare(k, kn, G, cos, sin).reshape((-1, S, C))
+        v3 = heads(v, G).reshape((-1, S, C))
+        o5 = core_fwd(q5, k3, v3, bias)
+        o = flat(o5.reshape((-1, H, S, C)), H)
+        return h + nt(o, wo).astype(st), q, k, v, o
 
     def attn_bwd(
         h: Tensor,
