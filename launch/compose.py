@@ -260,6 +260,8 @@ def _check_type(annotation: Any, key: str, value: Any) -> Any:
         if not is_number:
             raise refuse(key, value, "allowed is a number")
         return float(value)
+    if typing.get_origin(annotation) is list and not isinstance(value, list):
+        raise refuse(key, value, "allowed is a list, such as [a, b]")
     if annotation is bool and not isinstance(value, bool):
         raise refuse(key, value, "allowed is true or false")
     if annotation is str and not isinstance(value, str):

@@ -62,7 +62,7 @@ class Backward:
         name = EMBEDDING if c.model.tie_word_embeddings else HEAD
         for (row0, _), unit in zip(slice_rows(c.model), head_units(c.model)):
             c.enter("bwd head", unit)
-            with c.engine.use(unit, gradient=True, use=0) as use:
+            with c.engine.use(unit, gradient=c.trains(unit), use=0) as use:
                 for m, targets_T in enumerate(targets):
                     lse_T = c.lse[m]
                     dxn, dw = c.stages.head_slice_bwd(
@@ -78,7 +78,7 @@ class Backward:
                     c.put("dxn_out", m, dxn)
                     use.add(name, c.backend.to_numpy(dw))
         c.enter("bwd", NORM_UNIT)
-        with c.engine.use(NORM_UNIT, gradient=True) as use:
+        with c.engine.use(NORM_UNIT, gradient=c.trains(NORM_UNIT)) as use:
             for m in range(c.micro):
                 dh, dln = c.stages.final_norm_bwd(
                     c.get("h_out", m), use.weights[FINAL_NORM], c.get("dxn_out", m)
@@ -94,7 +94,8 @@ class Backward:
             self._dw[m] = np.zeros(slots, c.routing[layer, m].w_TK.dtype)
         for expert in c.needed_experts(layer):
             prefix = f"model.layers.{layer}.mlp.experts.{expert}"
-            with c.engine.use(expert_unit(layer, expert), gradient=True) as use:
+            unit = expert_unit(layer, expert)
+            with c.engine.use(unit, gradient=c.trains(unit)) as use:
                 ffn = c.ffn(prefix, use)
                 for m in range(c.micro):
                     rows = c.routing[layer, m].plan.slots(expert)
@@ -127,7 +128,7 @@ class Backward:
         unit, prefix = c.layer_unit(layer), f"model.layers.{layer}"
         router = (f"{prefix}.post_attention_layernorm.weight", f"{prefix}.mlp.gate.weight")
         c.enter("bwd", unit)
-        with c.engine.use(unit, gradient=True) as use:
+        with c.engine.use(unit, gradient=c.trains(unit)) as use:
             weights = c.attention(layer, use)
             for m in range(c.micro):
                 routing, slot = c.routing[layer, m], c.slot(layer, m)
@@ -182,7 +183,7 @@ class Backward:
         use_number = 1 if c.model.tie_word_embeddings else 0
         for (row0, rows), unit in zip(slice_rows(c.model), embedding_units(c.model)):
             c.enter("bwd", unit)
-            with c.engine.use(unit, gradient=True, use=use_number) as use:
+            with c.engine.use(unit, gradient=c.trains(unit), use=use_number) as use:
                 for m, tokens_T in enumerate(tokens):
                     dw = c.stages.embed_bwd(c.backend.wrap(tokens_T), c.get("dh", m), row0, rows)
                     use.add(EMBEDDING, c.backend.to_numpy(dw))

@@ -5,7 +5,7 @@ Key names follow Hugging Face's Qwen3-MoE configuration and the MindSpore ecosys
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ops.validate import check_bool, check_choice, check_float, check_int, refuse
 
@@ -80,7 +80,11 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """Batches, arithmetic, recomputation, evaluation and the run's length."""
+    """Batches, arithmetic, recomputation, evaluation and the run's length.
+
+    `freeze` lists units that are used but not trained, by name or shell pattern: `embed.*`,
+    `layers.0`, `layers.*.experts.*`, `norm`, `head.*`.
+    """
 
     steps: int = 100
     seed: int = 1
@@ -95,6 +99,7 @@ class TrainConfig:
     grad_dtype: str = "bfloat16"
     eval_interval: int = 0
     eval_batches: int = 8
+    freeze: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         for name in ("steps", "seq_len", "micro_batch_size", "gradient_accumulation_steps"):
@@ -103,6 +108,8 @@ class TrainConfig:
         check_int("train.recompute_every", self.recompute_every, low=1)
         check_int("train.eval_interval", self.eval_interval, low=0)
         check_int("train.eval_batches", self.eval_batches, low=1)
+        if not all(isinstance(pattern, str) and pattern for pattern in self.freeze):
+            raise refuse("train.freeze", self.freeze, "allowed is a list of unit names or patterns")
         check_choice(
             "train.micro_batch_order", self.micro_batch_order, ("layer_major", "batch_major")
         )

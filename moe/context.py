@@ -46,8 +46,13 @@ class StepContext:
     backend: Backend
     routing: dict[tuple[int, int], Routing] = field(default_factory=dict)
     lse: dict[int, np.ndarray] = field(default_factory=dict)
+    frozen: frozenset[str] = frozenset()
     chunk: int = 0
     micro: int = 1
+
+    def trains(self, unit: str) -> bool:
+        """Whether the unit has gradients."""
+        return unit not in self.frozen
 
     def enter(self, kind: str, unit: str) -> None:
         """Enter the stage of `kind` on `unit` in the current chunk."""

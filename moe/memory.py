@@ -5,8 +5,10 @@ The plan and the run call the same functions, so what is planned is what is take
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from moe.config import ModelConfig, TrainConfig
-from moe.params import build_units, slice_rows
+from moe.params import build_units, frozen_units, slice_rows
 from moe.schedule import chunk_micro_batches, gradient_uses
 from offload.activations import ActivationSpec, activation_bytes
 from offload.blocks import UnitLayout
@@ -36,9 +38,16 @@ def stage_dims(model: ModelConfig, train: TrainConfig) -> StageDims:
 
 def layouts_of(model: ModelConfig, train: TrainConfig, decay_norms: bool) -> list[UnitLayout]:
     """The layout of every unit, in forward order."""
+    units = build_units(model, decay_norms)
+    frozen = frozen_units([unit.name for unit in units], train.freeze)
     return [
-        UnitLayout(unit, train.weight_dtype, train.grad_dtype, train.compute_dtype)
-        for unit in build_units(model, decay_norms)
+        UnitLayout(
+            replace(unit, frozen=unit.name in frozen),
+            train.weight_dtype,
+            train.grad_dtype,
+            train.compute_dtype,
+        )
+        for unit in units
     ]
 
 

@@ -6,12 +6,15 @@ depend only on (seed, name, global index), so they are the same on every mesh an
 
 from __future__ import annotations
 
+import fnmatch
 import hashlib
+from collections.abc import Sequence
 
 import numpy as np
 
 from moe.config import ModelConfig
 from offload.blocks import TensorSpec, UnitSpec
+from ops.validate import refuse
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
@@ -77,6 +80,25 @@ def build_units(model: ModelConfig, decay_norms: bool = False) -> list[UnitSpec]
             tensor = matrix(HEAD, rows, model.hidden_size, row0=row0)
             units.append(UnitSpec(f"head.{index}", last, None, (tensor,)))
     return units
+
+
+def frozen_units(names: Sequence[str], patterns: Sequence[str]) -> frozenset[str]:
+    """The units that `train.freeze` names; ConfigError for a pattern that names none, or for all.
+
+    Patterns are those of `fnmatch`, over unit names.
+    """
+    frozen: set[str] = set()
+    for pattern in patterns:
+        found = fnmatch.filter(names, pattern)
+        if not found:
+            example = ", ".join(list(dict.fromkeys((names[0], "layers.0", names[-1]))))
+            raise refuse(
+                "train.freeze", pattern, f"no unit has that name; names are like {example}"
+            )
+        frozen.update(found)
+    if len(frozen) == len(names):
+        raise refuse("train.freeze", list(patterns), "it must leave something to train")
+    return frozenset(frozen)
 
 
 def _ffn(prefix: str, hidden: int, ffn: int, matrix) -> tuple[TensorSpec, ...]:  # type: ignore[no-untyped-def]

@@ -10,6 +10,7 @@ from moe.backward import Backward
 from moe.config import ModelConfig, TrainConfig
 from moe.context import LossSums, StepContext
 from moe.forward import Forward
+from moe.params import build_units, frozen_units
 from moe.schedule import (
     chunk_micro_batches,
     evaluation_stages,
@@ -47,6 +48,8 @@ class TrainingStep:
         self._engine = engine
         self._context = StepContext(model, train, engine, stages, backend)
         self._context.micro = chunk_micro_batches(train)
+        names = [unit.name for unit in build_units(model)]
+        self._context.frozen = frozen_units(names, train.freeze)
         self._forward = Forward(self._context)
         self._backward = Backward(self._context, self._forward)
         self._training = training_stages(model, train)

@@ -53,12 +53,16 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class UnitSpec:
-    """A unit: its name, layer (-1 before, num_layers after the layers), expert and tensors."""
+    """A unit: its name, layer (-1 before, num_layers after the layers), expert and tensors.
+
+    A `frozen` unit is used but not trained: it has no state and no gradient in any tier.
+    """
 
     name: str
     layer: int
     expert: int | None
     tensors: tuple[TensorSpec, ...]
+    frozen: bool = False
 
     @property
     def size(self) -> int:
@@ -102,6 +106,7 @@ class UnitLayout:
     ) -> None:
         self.unit = unit
         self.name = unit.name
+        self.frozen = unit.frozen
         self.weight_dtype = weight_dtype
         self.grad_dtype = grad_dtype
         self.compute_dtype = compute_dtype
@@ -135,6 +140,8 @@ class UnitLayout:
             ],
             "grad": [("grad", self.grad_dtype, self.size)],
         }
+        if self.frozen:
+            wanted["state"] = wanted["grad"] = []
         return {part: _lay_out(rows) for part, rows in wanted.items()}
 
     def field(self, part: str, component: str) -> Field:
@@ -145,7 +152,9 @@ class UnitLayout:
         raise KeyError(f"{self.name} has no {component} in its {part} block")
 
     def nbytes(self, part: str) -> int:
-        """Logical bytes of a block, a multiple of 64."""
+        """Logical bytes of a block, a multiple of 64; 0 for what a frozen unit does not have."""
+        if not self.fields[part]:
+            return 0
         last = self.fields[part][-1]
         return round_up(last.offset + last.nbytes, FIELD_ALIGN_BYTES)
 
@@ -167,8 +176,8 @@ class UnitLayout:
 
     @cached_property
     def accumulator_nbytes(self) -> int:
-        """Bytes of an fp32 gradient accumulator of the whole unit."""
-        return round_up(4 * self.size, FIELD_ALIGN_BYTES)
+        """Bytes of an fp32 gradient accumulator of the whole unit; 0 when it is frozen."""
+        return 0 if self.frozen else round_up(4 * self.size, FIELD_ALIGN_BYTES)
 
     def component_bytes(self) -> dict[str, int]:
         """Payload bytes by component of the design (`weight, residual, master, …, grad`)."""

@@ -100,8 +100,9 @@ class UnitUse:
         return self.lease.weights
 
     def add(self, name: str, gradient: np.ndarray) -> None:
-        """Add the fp32 gradient of tensor `name` of one micro-batch."""
-        assert self.total is not None
+        """Add the fp32 gradient of tensor `name` of one micro-batch; dropped for a frozen unit."""
+        if self.total is None:
+            return
         for place in self.lease.unit.layout.places:
             if place.spec.name == name:
                 target = self.total[place.start : place.start + place.spec.size]
@@ -234,7 +235,11 @@ class OffloadEngine:
         scale_before = self.scaler.scale
         alive = self.scaler.update(finite)
         self._guesses = self._schedule.resolved()
-        idle = [name for name in self._shared.order if name not in self.gradients.squares]
+        idle = [
+            name
+            for name, unit in self._shared.units.items()
+            if name not in self.gradients.squares and not unit.layout.frozen
+        ]
         if not finite:
             self._drop_spilled()
             return StepOutcome(norm, 1.0, False, not alive, len(idle), scale_before)
@@ -257,7 +262,7 @@ class OffloadEngine:
             unit = self._shared.units[name]
             if name in self.gradients.squares:
                 jobs.append(UpdateJob(unit, step - 1, step, clip))
-            elif policy == "skip":
+            elif policy == "skip" or unit.layout.frozen:
                 unit.synced_step = step
             elif policy == "dense" or step - unit.synced_step >= self._config.replay_lag_max:
                 jobs.append(UpdateJob(unit, step, None, 1.0))

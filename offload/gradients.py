@@ -57,8 +57,8 @@ class GradientStore:
         self._delay = delay
         self._kept: dict[tuple[str, int], Buffer] = {}
         for unit, count in uses.items():
-            if batch_major or count > 1:
-                nbytes = shared.units[unit].layout.accumulator_nbytes
+            nbytes = shared.units[unit].layout.accumulator_nbytes
+            if nbytes and (batch_major or count > 1):
                 for use in range(count):
                     self._kept[unit, use] = arena.require(nbytes, f"accumulators of {unit}")
         self._filled: set[tuple[str, int]] = set()

@@ -35,9 +35,9 @@ class HostMemory:
             if not unit.weight_on_nvme:
                 unit.host_weight = arena.require(unit.weight_bytes, unit.block("weight"))
                 unit.host_ready = True
-            if not unit.state_on_nvme:
+            if unit.state_bytes and not unit.state_on_nvme:
                 unit.host_state = arena.require(unit.state_bytes, unit.block("state"))
-            if not unit.spills:
+            if unit.grad_bytes and not unit.spills:
                 unit.host_grad = arena.require(unit.grad_bytes, unit.block("grad"))
         self.lease_slot = self._slot(plan.lease_slot_bytes, "the lease slot")
         self.update_slots = self._slots(plan.update_slot_bytes, "update slots")

@@ -31,14 +31,15 @@ class MasterAccess:
         """Write `values(tensor)` (fp32, flat) and zero moments to every unit's home; blocks."""
         for unit in self._shared.units.values():
             weight, state = self._blocks(unit)
-            state.array[:] = 0
+            if state is not None:
+                state.array[:] = 0
             for place in unit.layout.places:
                 self._store_values(unit, place, values(place.spec), weight, state)
             for part, buffer, cold in (
                 ("weight", weight, unit.weight_on_nvme),
                 ("state", state, unit.state_on_nvme),
             ):
-                if cold:
+                if cold and buffer is not None:
                     self._transfer(unit, part, buffer, write=True)
 
     def sorted(self) -> Iterator[tuple[TensorSpec, np.ndarray]]:
@@ -57,23 +58,23 @@ class MasterAccess:
                 loaded = unit
             yield place.spec, self._values(unit, place, weight, state)
 
-    def _blocks(self, unit: UnitState) -> tuple[Buffer, Buffer]:
-        """The unit's blocks: its homes, or parts of an idle update slot."""
+    def _blocks(self, unit: UnitState) -> tuple[Buffer, Buffer | None]:
+        """The unit's blocks: its homes, or parts of an idle update slot; frozen: no state."""
         weight, state, offset = unit.host_weight, unit.host_state, 0
         if unit.weight_on_nvme:
             weight = self._host.update_slots[0].slice(0, unit.weight_bytes)
             offset = unit.weight_bytes
         if unit.state_on_nvme:
             state = self._host.update_slots[0].slice(offset, unit.state_bytes)
-        assert weight is not None and state is not None
+        assert weight is not None and (state is not None or unit.layout.frozen)
         return weight, state
 
-    def _read(self, unit: UnitState, weight: Buffer, state: Buffer) -> None:
+    def _read(self, unit: UnitState, weight: Buffer, state: Buffer | None) -> None:
         for part, buffer, cold in (
             ("weight", weight, unit.weight_on_nvme),
             ("state", state, unit.state_on_nvme),
         ):
-            if cold:
+            if cold and buffer is not None:
                 self._transfer(unit, part, buffer, write=False)
 
     def _transfer(self, unit: UnitState, part: str, buffer: Buffer, *, write: bool) -> None:
@@ -87,7 +88,12 @@ class MasterAccess:
             raise
 
     def _store_values(
-        self, unit: UnitState, place: TensorPlace, values: np.ndarray, weight: Buffer, state: Buffer
+        self,
+        unit: UnitState,
+        place: TensorPlace,
+        values: np.ndarray,
+        weight: Buffer,
+        state: Buffer | None,
     ) -> None:
         layout = unit.layout
         lo, hi = place.start, place.start + place.spec.size
@@ -98,24 +104,31 @@ class MasterAccess:
             return
         compute = field_view(weight, layout.field("weight", "weight"))[lo:hi]
         if layout.weight_dtype == "float16":
-            field_view(state, layout.field("state", "master_split"))[lo:hi] = values
+            if state is not None:
+                field_view(state, layout.field("state", "master_split"))[lo:hi] = values
             narrow_f16(values, compute, pool=self._pool)
-        else:
+            return
+        residual = np.empty(place.spec.size, np.int16)  # a frozen unit's is dropped
+        if state is not None:
             residual = field_view(state, layout.field("state", "residual"))[lo:hi]
-            split_master(values, compute, residual, pool=self._pool)
+        split_master(values, compute, residual, pool=self._pool)
 
     def _values(
-        self, unit: UnitState, place: TensorPlace, weight: Buffer, state: Buffer
+        self, unit: UnitState, place: TensorPlace, weight: Buffer, state: Buffer | None
     ) -> np.ndarray:
         layout = unit.layout
         lo, hi = place.start, place.start + place.spec.size
         if place.kept:
             first = layout.num_split
             return field_view(weight, layout.field("weight", "master"))[lo - first : hi - first]
+        compute = field_view(weight, layout.field("weight", "weight"))[lo:hi]
         if layout.weight_dtype == "float16":
+            if state is None:
+                return compute.astype(np.float32)
             return field_view(state, layout.field("state", "master_split"))[lo:hi]
         master = np.empty(place.spec.size, np.float32)
-        compute = field_view(weight, layout.field("weight", "weight"))[lo:hi]
-        residual = field_view(state, layout.field("state", "residual"))[lo:hi]
+        residual = np.zeros(place.spec.size, np.int16)
+        if state is not None:
+            residual = field_view(state, layout.field("state", "residual"))[lo:hi]
         join_master(compute, residual, master, pool=self._pool)
         return master

@@ -217,7 +217,10 @@ def _plan_host(sizes: _Sizes, config: OffloadConfig, demands: Demands) -> _HostP
         problem = f"the host budget lacks {format_bytes(-left)} for unspilled gradients and demand"
     stream = min(max(left, 0) // 2, max(config.window_bytes, 4 * update_slot))
     homes, home_bytes = _choose_homes(sizes, max(left, 0) - stream)
-    terms = [*fixed, Term("gradients", grad_bytes, f"{len(names) - len(spill)} unspilled units")]
+    terms = [
+        *fixed,
+        Term("gradients", grad_bytes, f"{_num_unspilled(sizes, spill)} unspilled units"),
+    ]
     if spill:
         terms.append(Term("gradient slots", 2 * grad_slot, "two of the largest"))
     terms += [
@@ -230,8 +233,13 @@ def _plan_host(sizes: _Sizes, config: OffloadConfig, demands: Demands) -> _HostP
     return _HostPlan(homes, frozenset(spill), *slots, tuple(terms), minimum, problem)
 
 
+def _num_unspilled(sizes: _Sizes, spill: set[str]) -> int:
+    return sum(1 for name, nbytes in sizes.grad.items() if nbytes and name not in spill)
+
+
 def _choose_spill(sizes: _Sizes, config: OffloadConfig, room: int) -> set[str]:
     names = [x.name for x in sizes.layouts]
+    names = [name for name in names if sizes.grad[name]]  # frozen units have none
     if config.gradient_spill == "always":
         return set(names)
     plain_demand = 2 * sizes.update_max + sizes.weight_max
@@ -337,7 +345,7 @@ def _components(
                 name = "master" if item.component == "master_split" else item.component
                 add(name, host.homes[layout.name, part], item.nbytes)
         grad_home = "nvme" if layout.name in host.spilled else "host"
-        add("grad", grad_home, layout.fields["grad"][0].nbytes)
+        add("grad", grad_home, sum(item.nbytes for item in layout.fields["grad"]))
     add("activation", "host", demands.activation_bytes)
     add("workspace", "device", demands.workspace_bytes)
     return table
