@@ -12,6 +12,7 @@ from offload.blocks import TensorSpec, UnitLayout, UnitSpec
 from offload.config import NvmeConfig, OffloadConfig, TierConfig
 from offload.placement import Demands, block_bytes, plan_memory
 from offload.testing import Toy, budgets, smallest_budgets, toy_plan, toy_run
+from ops.units import parse_bytes
 
 AMPLE = 1 << 40
 DEMANDS = Demands(activation_bytes=8192, accumulator_bytes=4096, workspace_bytes=1 << 16)
@@ -74,7 +75,9 @@ def test_the_minimum_is_accepted_and_a_byte_less_refused_in_every_tier(sizes, sp
         need = refused.tiers[name].minimum_bytes
         assert f"offload.{name}.capacity" in refused.problems[0]
         assert f"{need} B = " in refused.problems[0]
-        assert any(str(need) in remedy for remedy in refused.remedies)
+        remedy = next(text for text in refused.remedies if f"offload.{name}.capacity" in text)
+        advised = parse_bytes(remedy.rpartition(" ")[2])
+        assert need <= advised < need + (1 << 20), "enough, in a size people write"
 
 
 @settings(deadline=None, max_examples=150)
