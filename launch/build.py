@@ -21,7 +21,8 @@ from offload.placement import MemoryPlan, plan_memory
 from ops.device import Backend
 from ops.errors import HeadraceError, PlanError
 from ops.kernels.pool import KernelPool
-from ops.process import peak_resident_bytes, reset_peak, resident_bytes
+from ops.process import available_bytes, peak_resident_bytes, reset_peak, resident_bytes
+from ops.units import format_bytes
 
 if TYPE_CHECKING:  # these import MindSpore, which a plan does without
     from launch.progress import Observers
@@ -35,6 +36,26 @@ def make_plan(config: RunConfig) -> MemoryPlan:
     layouts = layouts_of(config.model, config.train, config.optimizer.decay_norms)
     demands = demands_of(config.model, config.train, layouts)
     return plan_memory(layouts, config.offload, demands)
+
+
+def require_memory(config: RunConfig, plan: MemoryPlan, available: int) -> None:
+    """Raise PlanError when this machine has fewer than the bytes the plan will touch.
+
+    On CPU the device's memory is the host's. A capacity larger than what will be used costs
+    nothing, because arenas take their pages on first use.
+    """
+    layouts = layouts_of(config.model, config.train, config.optimizer.decay_norms)
+    weights = sum(layout.device_nbytes for layout in layouts)
+    device = plan.tiers["device"]
+    device_bytes = min(device.capacity_bytes, device.minimum_bytes + weights)
+    host_bytes = plan.tiers["host"].used_bytes
+    if host_bytes + device_bytes > available:
+        raise PlanError(
+            f"this machine has {format_bytes(available)} of memory available, but the run would "
+            f"take {format_bytes(host_bytes)} for offload.host.capacity and "
+            f"{format_bytes(device_bytes)} for offload.device.capacity (on CPU the device's memory "
+            "is the host's): lower one of them, see `headrace plan`."
+        )
 
 
 def open_store(config: RunConfig, plan: MemoryPlan) -> NvmeStore | None:
@@ -69,6 +90,7 @@ def run_training(
     plan = make_plan(config)
     if not plan.fits:
         raise PlanError("; ".join((*plan.problems, *plan.remedies)))
+    require_memory(config, plan, available_bytes())
     model, train = config.model, config.train
     data = load_data(config.data, vocab_size=model.vocab_size, seq_len=train.seq_len)
     batches = _batches(config, data)

@@ -30,3 +30,22 @@ def peak_resident_bytes() -> int:
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) * 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def available_bytes() -> int:
+    """Memory this process can still take: what the machine has free, or its control group allows.
+
+    Reads MemAvailable and, where there is one, the version 2 control group's limit.
+    """
+    available = 0
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            available = int(line.split()[1]) * 1024
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+        used = Path("/sys/fs/cgroup/memory.current").read_text().strip()
+        if limit != "max":
+            available = min(available, max(int(limit) - int(used), 0))
+    except (OSError, ValueError):
+        pass  # no control group: the machine's own number stands
+    return available
