@@ -141,13 +141,14 @@ def main() -> None:
     parser.add_argument("--request-mib", type=int, default=4)
     parser.add_argument("--engine", default="io_uring")
     parser.add_argument("--pairs", type=int, default=9)
+    parser.add_argument("--loop", action="store_true", help="beside the bare loop as well as fio")
     options = parser.parse_args()
     total_bytes, bs = options.mib * MIB, options.request_mib * MIB
     with tempfile.TemporaryDirectory(prefix="bench-nvme-", dir=options.directory) as directory:
-        loop = PlainLoop(os.path.join(directory, "loop.bin"), total_bytes, options.workers, bs)
-        references: list[tuple[str, str, Callable[[str], float]]] = [
-            ("_loop", "preadv/pwritev loop", loop.speed)
-        ]
+        references: list[tuple[str, str, Callable[[str], float]]] = []
+        if options.loop or not shutil.which("fio"):
+            loop = PlainLoop(os.path.join(directory, "loop.bin"), total_bytes, options.workers, bs)
+            references.append(("_loop", "preadv/pwritev loop", loop.speed))
         if shutil.which("fio"):
             path = os.path.join(directory, "fio.bin")
 
