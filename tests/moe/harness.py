@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -39,6 +40,7 @@ TRAIN: dict[str, Any] = {
     "gradient_accumulation_steps": 2,
 }
 HUGE = 1 << 28
+Batches = Callable[[RunConfig, int], tuple[np.ndarray, np.ndarray]]
 
 
 @dataclass
@@ -111,7 +113,14 @@ def shared_backend() -> MindSporeBackend:
     return backend
 
 
-def run(config: RunConfig, steps: int = 5, *, evaluate: bool = False, **options: Any) -> Trained:
+def run(
+    config: RunConfig,
+    steps: int = 5,
+    *,
+    evaluate: bool = False,
+    batches: Batches = batch,
+    **options: Any,
+) -> Trained:
     """Train `steps` steps from scratch; `options` go to the engine's parts."""
     plan = make_plan(config)
     assert plan.fits, plan.problems
@@ -122,7 +131,7 @@ def run(config: RunConfig, steps: int = 5, *, evaluate: bool = False, **options:
         with KernelPool(2) as pool:
             engine = make_engine(config, plan, backend, pool, store, **options)
             try:
-                return _train(config, engine, stages, backend, steps, evaluate)
+                return _train(config, engine, stages, backend, steps, evaluate, batches)
             finally:
                 engine.close()
     finally:
@@ -131,18 +140,24 @@ def run(config: RunConfig, steps: int = 5, *, evaluate: bool = False, **options:
 
 
 def _train(
-    config: RunConfig, engine: Any, stages: Stages, backend: Any, steps: int, evaluate: bool
+    config: RunConfig,
+    engine: Any,
+    stages: Stages,
+    backend: Any,
+    steps: int,
+    evaluate: bool,
+    batches: Batches,
 ) -> Trained:
     initialize(config, engine)
     step = TrainingStep(config.model, config.train, engine, stages, backend)
     losses, norms, evals, idle = [], [], [], 0
     for number in range(1, steps + 1):
-        result = step.train(*batch(config, number), 1e-2 / number)
+        result = step.train(*batches(config, number), 1e-2 / number)
         losses.append(float(result.loss).hex())
         norms.append(result.outcome.grad_norm)
         idle += result.outcome.idle_units
         if evaluate:
             engine.drain()
-            evals.append(step.evaluate(*batch(config, 1000 + number)))
+            evals.append(step.evaluate(*batches(config, 1000 + number)))
     digest = weights_digest(engine)
     return Trained(losses, norms, digest, idle, engine.peak_bytes(), evals, engine)
