@@ -11,6 +11,7 @@ import importlib.metadata
 import os
 import platform
 import sys
+from pathlib import Path
 
 from launch.config import RuntimeConfig
 from ops.errors import ConfigError
@@ -28,6 +29,7 @@ def prepare(runtime: RuntimeConfig) -> None:
     check_python()
     check_numpy()
     check_mindspore()
+    check_fpmath(runtime)
     wanted = variables(runtime)
     if "mindspore" in sys.modules:
         key = "ONEDNN_DEFAULT_FPMATH_MODE"
@@ -87,6 +89,21 @@ def check_mindspore() -> None:
         raise ConfigError(
             f"the installed MindSpore is built for {tags[0]}, but this machine is {machine}: "
             "remove the environment and run `make setup`."
+        )
+
+
+def check_fpmath(runtime: RuntimeConfig, cpuinfo: str | None = None) -> None:
+    """Raise ConfigError when bf16 products are asked of an x86-64 processor without AMX.
+
+    oneDNN rounds fp32 matrix products to bf16 only in AMX; elsewhere the key would do nothing.
+    """
+    if runtime.onednn_fpmath != "bf16" or platform.machine() != "x86_64":
+        return
+    text = Path("/proc/cpuinfo").read_text() if cpuinfo is None else cpuinfo
+    if "amx_bf16" not in text:
+        raise ConfigError(
+            "runtime.onednn_fpmath = bf16 has no effect on this processor, which lacks amx_bf16: "
+            "allowed here is strict."
         )
 
 

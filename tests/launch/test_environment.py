@@ -116,6 +116,7 @@ def test_a_missing_or_foreign_mindspore_is_refused(monkeypatch: pytest.MonkeyPat
 def test_prepare_sets_threads_and_arithmetic(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "mindspore", raising=False)
     monkeypatch.setattr(environment, "check_mindspore", lambda: None)
+    monkeypatch.setattr(environment, "check_fpmath", lambda runtime: None)  # any processor
     environment.prepare(RuntimeConfig(threads=3, onednn_fpmath="bf16"))
     found = {name: os.environ[name] for name in VARIABLES}
     assert found.pop("ONEDNN_DEFAULT_FPMATH_MODE") == "BF16"
@@ -128,6 +129,7 @@ def test_a_mode_that_comes_too_late_is_refused(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setitem(sys.modules, "mindspore", types.ModuleType("mindspore"))
     monkeypatch.setattr(environment, "check_mindspore", lambda: None)
     environment.prepare(RuntimeConfig(onednn_fpmath="strict"))
+    monkeypatch.setattr(environment, "check_fpmath", lambda runtime: None)  # any processor
     with pytest.raises(ConfigError, match="onednn_fpmath = bf16 cannot take effect"):
         environment.prepare(RuntimeConfig(onednn_fpmath="bf16"))
 
@@ -143,3 +145,15 @@ def test_the_users_log_level_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_versions_name_what_determines_the_bits() -> None:
     found = environment.versions()
     assert {"python", "system", "numpy"} <= set(found)
+
+
+def test_bf16_products_are_refused_where_they_would_change_nothing(monkeypatch):
+    """C56: a key without effect is an error."""
+    monkeypatch.setattr(environment.platform, "machine", lambda: "x86_64")
+    bf16 = RuntimeConfig(onednn_fpmath="bf16")
+    with pytest.raises(ConfigError, match="onednn_fpmath = bf16 has no effect"):
+        environment.check_fpmath(bf16, "flags : avx2 avx512_bf16")
+    environment.check_fpmath(bf16, "flags : avx512_bf16 amx_bf16 amx_tile")
+    environment.check_fpmath(RuntimeConfig(), "flags : avx2")
+    monkeypatch.setattr(environment.platform, "machine", lambda: "aarch64")
+    environment.check_fpmath(bf16, "Features : asimd bf16")

@@ -91,3 +91,23 @@ def test_kernel_threads_sit_on_cores_of_their_own():
     if pinned:
         assert sorted(len(cpus) for cpus in affinities) == [1] * pinned
         assert len(set(affinities)) == pinned
+
+
+def test_bf16_mode_reaches_onednn_exactly_where_the_processor_has_amx():
+    """Why `launch/environment.py` refuses the mode on processors where it changes nothing."""
+    code = (
+        "import zlib, numpy as np; from ops.backend import MindSporeBackend\n"
+        "import mindspore as ms\n"
+        "b = MindSporeBackend(); b.configure(threads=1)\n"
+        "a = np.random.default_rng(0).standard_normal((256, 256)).astype(np.float32)\n"
+        "print(zlib.crc32(b.to_numpy(ms.ops.matmul(b.wrap(a), b.wrap(a))).tobytes()))"
+    )
+    sums = {}
+    for mode in ("STRICT", "BF16"):
+        env = {"ONEDNN_DEFAULT_FPMATH_MODE": mode, "PATH": "", "GLOG_v": "3"}
+        out = subprocess.run(
+            [sys.executable, "-c", code], env=env, check=True, capture_output=True, text=True
+        )
+        sums[mode] = out.stdout.split()[-1]
+    has_amx = "amx_bf16" in Path("/proc/cpuinfo").read_text()
+    assert (sums["STRICT"] != sums["BF16"]) == has_amx
