@@ -37,6 +37,7 @@ from offload.schedule import AccessSchedule, Stage
 from offload.stats import Stats
 from offload.update_job import UpdateJob
 from offload.update_stream import UpdateStream
+from ops.clock import seconds
 from ops.device import Backend
 from ops.kernels.adamw import AdamW
 from ops.kernels.pool import KernelPool, copy_flat
@@ -245,7 +246,9 @@ class OffloadEngine:
             return StepOutcome(norm, 1.0, False, not alive, len(idle), scale_before)
         limit = self._optimizer.max_grad_norm
         clip = 1.0 if norm <= limit else limit / norm
+        started = seconds()
         self._updates.wait_applied()
+        self.stats.add(stall_seconds=seconds() - started)
         step = self._ledger.add(learning_rate)
         with self._shared.changed:
             self._shared.optimizer_step = step

@@ -20,6 +20,7 @@ from offload.host_memory import HostMemory
 from offload.nvme.store import NvmeStore
 from offload.residency import Shared, UnitState
 from offload.stats import Stats
+from ops.clock import seconds
 from ops.kernels.pool import KernelPool
 from ops.kernels.reduce import accumulate, sum_squares
 from ops.kernels.split import round_bf16
@@ -122,10 +123,13 @@ class GradientStore:
             self._spill(unit, buffer)
 
     def _grad_slot(self) -> Buffer:
+        started = seconds()
         with self._shared.changed:
             while not self._host.grad_slots:
                 self._shared.wait()
-            return self._host.grad_slots.pop()
+            slot = self._host.grad_slots.pop()
+        self._stats.add(stall_seconds=seconds() - started)
+        return slot
 
     def _spill(self, unit: UnitState, buffer: Buffer) -> None:
         assert self._store is not None

@@ -8,7 +8,11 @@ from dataclasses import dataclass
 
 @dataclass
 class LaneCounts:
-    """Running totals: bytes per lane, seconds compute waited for leases, wrong guesses."""
+    """Running totals: bytes per lane, seconds compute waited, wrong guesses.
+
+    `stall_seconds` counts waits for leases, for gradient slots, and for updates of the step
+    before that are still pending when a step ends.
+    """
 
     h2d_bytes: int = 0
     d2h_bytes: int = 0
