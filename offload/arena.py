@@ -13,10 +13,13 @@ import threading
 import numpy as np
 
 from offload.nvme.extents import Extent, ExtentAllocator
+from ops.errors import PlanError
 from ops.units import format_bytes, round_up
 
 ALIGN_BYTES = 4096
 HUGE_PAGE_BYTES = 2 << 20
+# A capacity may exceed what is used: pages are promised on first use, not by the mapping.
+_MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 _log = logging.getLogger(__name__)
 
 
@@ -45,7 +48,7 @@ class Arena:
     """`capacity_bytes` of anonymous memory handed out in page-aligned buffers."""
 
     def __init__(self, name: str, capacity_bytes: int) -> None:
-        """Map the memory (pages are touched on first use); raises OSError when that fails."""
+        """Map the memory (pages are touched on first use); raises PlanError when that fails."""
         self.name = name
         self.capacity_bytes = capacity_bytes
         usable = capacity_bytes // ALIGN_BYTES * ALIGN_BYTES
@@ -101,7 +104,14 @@ def _huge_page_memory(name: str, nbytes: int) -> np.ndarray:
     Private, because huge pages are not given to shared anonymous memory, Python's default; what
     is mapped beyond `nbytes` is never touched.
     """
-    memory = mmap.mmap(-1, nbytes + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+    try:
+        memory = mmap.mmap(-1, nbytes + HUGE_PAGE_BYTES, flags=flags)
+    except (OSError, OverflowError) as error:
+        raise PlanError(
+            f"offload.{name}.capacity: this machine cannot map {format_bytes(nbytes)} of memory "
+            f"({error}); lower it, see `headrace plan`."
+        ) from error
     try:
         memory.madvise(mmap.MADV_HUGEPAGE)
     except (AttributeError, OSError, ValueError) as error:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import stat
 
 from offload.nvme.aligned import AccessMode, choose_access
 from offload.nvme.files import OpenFile, StorageFile, describe_os_error
@@ -47,9 +48,29 @@ def lock_directory(directory: str) -> OwnerLock:
         lock = OwnerLock.acquire(directory)
     except OSError as error:
         raise path_error(directory, error) from error
+    try:
+        _refuse_foreign_data(directory, lock.existed)
+    except ConfigError:
+        lock.release(delete=not lock.existed)
+        raise
     if lock.previous is not None:
         log.warning("%s: reclaimed from dead %s", directory, lock.previous)
     return lock
+
+
+def _refuse_foreign_data(directory: str, used_before: bool) -> None:
+    """Raise ConfigError when the data file's name belongs to something that no store has made.
+
+    A store leaves its data file only together with its lock file; a link could lead anywhere.
+    """
+    path = os.path.join(directory, DATA_FILE_NAME)
+    if not os.path.lexists(path):
+        return
+    if not stat.S_ISREG(os.lstat(path).st_mode) or not used_before:
+        raise ConfigError(
+            f"offload.nvme.path: {path} exists and was not made by Headrace, so it is not "
+            "overwritten; choose an empty directory"
+        )
 
 
 def open_fresh_data_file(
@@ -108,5 +129,6 @@ def _check_free_space(directory: str, data_path: str, required_bytes: int) -> No
         raise ConfigError(
             f"offload.nvme.capacity: {directory} needs {required_bytes} bytes "
             f"({format_bytes(required_bytes)}) and has {free_bytes} free "
-            f"({format_bytes(free_bytes)}); free space or lower the capacity"
+            f"({format_bytes(free_bytes)}); free space, choose another path, or raise "
+            "offload.host.capacity so that less is cold"
         )

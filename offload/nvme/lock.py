@@ -47,20 +47,23 @@ def this_process() -> Owner:
 class OwnerLock:
     """The held lock of a directory; `release` gives it up."""
 
-    def __init__(self, path: str, fd: int, previous: Owner | None) -> None:
+    def __init__(self, path: str, fd: int, previous: Owner | None, existed: bool) -> None:
         self.path = path
         self.previous = previous
+        self.existed = existed
         self._fd = fd
 
     @classmethod
     def acquire(cls, directory: str) -> OwnerLock:
         """Take the lock of `directory`, or raise ConfigError that says who holds it.
 
-        `previous` of the result is the dead owner whose lock was taken over, if any. Raises OSError
+        `previous` of the result is the dead owner whose lock was taken over, if any; `existed` says
+        whether a store had used the directory before. Raises OSError
         when the lock file cannot be made. Does not wait for the holder.
         """
         path = os.path.join(directory, LOCK_FILE_NAME)
         while True:
+            existed = os.path.exists(path)
             fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
             try:
                 locked_here = _try_flock(fd, path)
@@ -70,7 +73,7 @@ class OwnerLock:
                 if previous is not None and not _is_dead(previous, locked_here):
                     raise ConfigError(_refusal(path, previous))
                 _write_owner(fd, this_process())
-                lock, fd = cls(path, fd, previous), -1
+                lock, fd = cls(path, fd, previous, existed), -1
                 return lock
             finally:
                 if fd >= 0:

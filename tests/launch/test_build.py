@@ -6,6 +6,7 @@ import pytest
 
 from launch.build import make_plan, require_memory
 from launch.config import load_config
+from offload.arena import Arena
 from ops.errors import PlanError
 from ops.process import available_bytes, resident_bytes
 
@@ -30,3 +31,9 @@ def test_a_capacity_that_will_not_be_used_up_is_no_reason_to_refuse():
 def test_available_memory_is_a_number_of_this_machine():
     assert available_bytes() > 0
     assert 0 < resident_bytes() < 1 << 50
+
+
+def test_an_arena_larger_than_the_machine_may_be_mapped_but_not_one_larger_than_an_address():
+    assert Arena("host", 100 * GIB).allocate(4096) is not None
+    with pytest.raises(PlanError, match=r"offload\.host\.capacity: this machine cannot map"):
+        Arena("host", 1 << 60)

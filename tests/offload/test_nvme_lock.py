@@ -13,10 +13,12 @@ from dataclasses import asdict, replace
 import pytest
 
 from offload.nvme.lock import LOCK_FILE_NAME, OwnerLock, this_process
+from offload.nvme.store import NvmeStore
 from ops.errors import ConfigError
 
 HOLD = """
 import sys
+from offload.nvme.store import NvmeStore
 from offload.nvme.lock import OwnerLock
 lock = OwnerLock.acquire(sys.argv[1])
 print("held", flush=True)
@@ -123,3 +125,18 @@ def test_a_lock_file_deleted_under_us_is_taken_anew(tmp_path, monkeypatch):
     with pytest.raises(ConfigError):
         OwnerLock.acquire(str(tmp_path))
     lock.release()
+
+
+@pytest.mark.parametrize("kind", ["file", "link"])
+def test_somebody_elses_data_file_is_never_touched(tmp_path, kind):
+    """A user pointed offload.nvme.path at a folder with a data.bin of his own, and lost it; through
+    a link the file lost lay outside the folder."""
+    victim = tmp_path / ("data.bin" if kind == "file" else "elsewhere.txt")
+    victim.write_text("precious")
+    if kind == "link":
+        (tmp_path / "data.bin").symlink_to(victim)
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=r"data\.bin exists and was not made by Headrace"):
+            NvmeStore(str(tmp_path), 1 << 20)
+    assert victim.read_text() == "precious"
+    assert not (tmp_path / "owner.lock").exists(), "a refusal leaves nothing behind"
