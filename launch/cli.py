@@ -81,11 +81,9 @@ def train(
 
 
 def _train(config: RunConfig, run_dir: Path | None, steps: int | None) -> None:
-    from rich.console import Console
-
     from launch.build import make_plan, run_training
     from launch.plan import require_fit
-    from launch.progress import ConsoleObserver, Observers
+    from launch.progress import ConsoleObserver, Observers, RunConsole
     from launch.report import REPORT_FILE, ReportWriter, prepare_run_dir
     from launch.signals import stop_on_signals
 
@@ -95,7 +93,7 @@ def _train(config: RunConfig, run_dir: Path | None, steps: int | None) -> None:
     observer = Observers(
         [
             ReportWriter(directory, config),
-            ConsoleObserver(Console(), directory / REPORT_FILE),
+            ConsoleObserver(RunConsole(), directory / REPORT_FILE),
         ]
     )
     with stop_on_signals(stop), closing(observer):

@@ -7,6 +7,7 @@ keys are those of `launch/report.py` and of the docstrings below. Observers neve
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -81,6 +82,17 @@ class Observers:
     def close(self) -> None:
         for observer in reversed(self._observers):
             observer.close()
+
+
+class RunConsole(Console):
+    """A console whose reader may go away (`| head`): the run goes on in silence, its files tell."""
+
+    def on_broken_pipe(self) -> None:
+        """Write nowhere from now on; rich's own answer would end the process."""
+        self.quiet = True
+        devnull = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(devnull, self.file.fileno())
+        os.close(devnull)
 
 
 class ConsoleObserver:

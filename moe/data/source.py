@@ -109,15 +109,17 @@ def check_tokens(source: TokenSource, vocab_size: int) -> None:
     for chunk in iter_chunks(source.tokens):
         if int(chunk.max()) >= vocab_size:
             offset = int(np.argmax(chunk >= vocab_size))
-            raise token_outside_vocabulary(
-                source.name, start + offset, int(chunk[offset]), vocab_size
-            )
+            raise token_outside_vocabulary(source, start + offset, int(chunk[offset]), vocab_size)
         start += len(chunk)
 
 
-def token_outside_vocabulary(name: str, position: int, token: int, vocab_size: int) -> DataError:
+def token_outside_vocabulary(
+    source: TokenSource, position: int, token: int, vocab_size: int
+) -> DataError:
     """The error for one token that the model has no embedding for."""
+    needed = max(token + 1, source.vocab_size)
     return DataError(
-        f"{name}: token {token} at position {position} is outside of the model's vocabulary; "
-        f"model.vocab_size is {vocab_size} and must be at least {token + 1}"
+        f"{source.name}: token {token} at position {position} is outside of the model's "
+        "vocabulary; "
+        f"model.vocab_size is {vocab_size} and must be at least {needed}"
     )

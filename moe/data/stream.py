@@ -200,8 +200,6 @@ def _read_sequences(
         if vocab_size is not None and int(tokens.max()) >= vocab_size:
             offset = int(np.argmax(tokens >= vocab_size))
             position = view.source_position(start + offset)
-            raise token_outside_vocabulary(
-                view.source.name, position, int(tokens[offset]), vocab_size
-            )
+            raise token_outside_vocabulary(view.source, position, int(tokens[offset]), vocab_size)
         packed[row] = tokens
     return np.ascontiguousarray(packed[:, :-1]), np.ascontiguousarray(packed[:, 1:])

@@ -230,3 +230,16 @@ def test_a_second_job_on_the_same_path_is_told_who_holds_it(tmp_path):
         result = call(tmp_path)
     assert result.returncode == 2
     assert "offload.nvme.path" in result.stderr
+
+
+def test_a_reader_that_goes_away_does_not_end_the_run(tmp_path):
+    """`headrace train … | head -1` ended the run without a word."""
+    process = subprocess.Popen(
+        command(tmp_path), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT
+    )
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.readline()
+    process.stdout.close()
+    errors = process.stderr.read()
+    assert process.wait(timeout=120) == 0, errors
+    assert len(steps_of(tmp_path)) == 4

@@ -148,7 +148,7 @@ def test_names_the_first_token_outside_of_the_vocabulary():
     assert "bad text" in message
     assert "token 255 at position 1500003" in message
     assert "model.vocab_size is 252" in message
-    assert "256" in message
+    assert "257" in message
 
 
 def test_a_vocabulary_that_just_fits_is_accepted():
