@@ -27,8 +27,6 @@ def in_memory(tmp_path_factory) -> Trained:
 
 def between(path, share: float, **options):
     low = smallest(path, **options)
-    room = make_config(path, **options)
-    del room
     return make_config(
         path,
         device=low.offload.device.capacity + int(share * 100_000),

@@ -14,10 +14,6 @@ from mindspore import ops
 from ops.backend import tensor_on
 from ops.nn.primitives import jit, wait
 
-pytestmark = pytest.mark.skipif(
-    not ms.__version__.startswith("2.10."), reason="the traps of MindSpore 2.10"
-)
-
 
 def test_in_place_operations_do_nothing_on_cpu():
     """Why no `*_` method is used on tensors anywhere."""
