@@ -128,6 +128,66 @@ def test_agrees_with_a_map_of_bytes(capacity, alignment, steps):
         assert allocator.num_extents == sum(extent.nbytes > 0 for extent in live)
 
 
+def test_claimed_extents_are_used_and_freed_like_others():
+    """What a recovered commit lies in is taken out of the free room, shared or not."""
+    allocator = ExtentAllocator(10 * 512 + 100, 512, base_offset=1024, drive=2)
+    held = [Extent(1024 + 512 * at, 512 * size, 2) for at, size in ((8, 1), (0, 2), (5, 3))]
+    allocator.claim([*held, Extent(1024 + 5120, 100, 2), Extent(0, 0, 2)])
+    assert allocator.used_bytes == allocator.used_bytes_max == 6 * 512 + 100
+    assert allocator.free_regions() == [Extent(2048, 1536, 2), Extent(1024 + 512 * 9, 512, 2)]
+    allocator.claim([Extent(2048 + 512, 512, 2)])
+    for extent in held:
+        allocator.free(extent)
+    assert allocator.used_bytes == 512 + 100
+    assert [region.nbytes for region in allocator.free_regions()] == [3 * 512, 6 * 512]
+
+
+@pytest.mark.parametrize(
+    "extent",
+    [
+        Extent(512, 512, 1),
+        Extent(512, 512),
+        Extent(2560, 512),
+        Extent(4 * 512, 1024),
+        Extent(100, 412),
+        Extent(0, 100),
+        Extent(-512, 512),
+    ],
+    ids=["drive", "taken", "behind", "beyond", "offset", "length", "before"],
+)
+def test_a_claim_of_what_is_not_free_changes_nothing(extent):
+    allocator = ExtentAllocator(5 * 512, 512)
+    allocator.claim([Extent(512, 1024)])
+    before = (allocator.free_regions(), allocator.used_bytes, allocator.num_extents)
+    with pytest.raises(ValueError, match=r"not (free|aligned)"):
+        allocator.claim([Extent(3 * 512, 512), extent])
+    with pytest.raises(ValueError, match="not free"):
+        allocator.claim([Extent(3 * 512, 512), Extent(3 * 512, 512)])
+    assert before == (allocator.free_regions(), allocator.used_bytes, allocator.num_extents)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    capacity=st.integers(1, 200),
+    sizes=st.lists(st.integers(0, 30), max_size=20),
+    holes=st.lists(st.integers(0, 100), max_size=10),
+    split=st.integers(0, 20),
+)
+def test_a_claim_rebuilds_what_allocations_made(capacity, sizes, holes, split):
+    allocator, again = ExtentAllocator(capacity, 4), ExtentAllocator(capacity, 4)
+    live = [extent for extent in map(allocator.allocate, sizes) if extent is not None]
+    for hole in holes:
+        if live:
+            allocator.free(live.pop(hole % len(live)))
+    again.claim(live[split:])
+    again.claim(live[:split])
+    assert again.free_regions() == allocator.free_regions()
+    assert again.used_bytes == allocator.used_bytes
+    for extent in live:
+        again.free(extent)
+    assert again.largest_free_bytes == capacity
+
+
 def _regions(owner: list[int]) -> list[Extent]:
     regions: list[Extent] = []
     start = None
