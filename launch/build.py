@@ -22,6 +22,7 @@ from ops.device import Backend
 from ops.errors import HeadraceError, PlanError
 from ops.kernels.pool import KernelPool
 from ops.process import available_bytes, peak_resident_bytes, reset_peak, resident_bytes
+from ops.trace import NO_TRACE, Tracer
 from ops.units import format_bytes
 
 if TYPE_CHECKING:  # these import MindSpore, which a plan does without
@@ -78,8 +79,11 @@ def run_training(
     steps_limit: int | None,
     observer: Observers,
     stop: threading.Event,
+    trace: Tracer = NO_TRACE,
 ) -> dict[str, Any]:
     """Train as configured; returns the report, which `observer` has been given too.
+
+    What runs when is drawn into `trace`, which the caller closes.
 
     Raises PlanError before anything is taken when the plan does not fit, DataError for unusable
     text, StorageError, NumericAlarm or Stopped when the run ends early (after the report).
@@ -92,14 +96,16 @@ def run_training(
         raise PlanError("; ".join((*plan.problems, *plan.remedies)))
     require_memory(config, plan, available_bytes())
     model, train = config.model, config.train
-    data = load_data(config.data, vocab_size=model.vocab_size, seq_len=train.seq_len)
-    batches = _batches(config, data)
-    bigram = bigram_nats_per_token(data.train, data.held_out, model.vocab_size)
+    with trace.span("start-up", "load data"):
+        data = load_data(config.data, vocab_size=model.vocab_size, seq_len=train.seq_len)
+        batches = _batches(config, data)
+        bigram = bigram_nats_per_token(data.train, data.held_out, model.vocab_size)
     observer.on_message(f"data: {data.describe()}")
     store = open_store(config, plan)
     try:
         observer.on_message("compiling kernels and stages (kernels are kept for the next run)")
-        backend, stages = compute_parts(config)
+        with trace.span("start-up", "compile"):
+            backend, stages = compute_parts(config)
         baseline_bytes = resident_bytes()
         reset_peak()
         with (
@@ -113,7 +119,7 @@ def run_training(
                 stop, steps_limit,
             )  # fmt: skip
             observer.on_start(_start_info(config, plan, trainer.num_steps))
-            failure = _run(config, engine, trainer)
+            failure = _run(config, engine, trainer, trace)
             report = _report(config, plan, engine, backend, trainer.totals)
             report["process"] = {
                 "peak_rss_bytes": peak_resident_bytes(),
@@ -128,10 +134,13 @@ def run_training(
             store.close(delete=True)
 
 
-def _run(config: RunConfig, engine: OffloadEngine, trainer: Trainer) -> BaseException | None:
+def _run(
+    config: RunConfig, engine: OffloadEngine, trainer: Trainer, trace: Tracer
+) -> BaseException | None:
     """Initialise and train; the error that ended it, so that the report comes before the raise."""
     try:
-        initialize(config, engine)
+        with trace.span("start-up", "initial values"):
+            initialize(config, engine)
         trainer.run()
     except BaseException as error:
         return error

@@ -66,6 +66,10 @@ def train(
         Optional[int],  # noqa: UP045
         typer.Option("--steps", min=1, help="Stop after so many steps; schedules are unchanged."),
     ] = None,
+    trace_file: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option("--trace", metavar="FILE", help="Draw the run for https://ui.perfetto.dev."),
+    ] = None,
 ) -> None:
     """Train a model. Exit: 0 done, 2 refused, 3 storage fault, 4 numeric alarm, 130 stopped."""
     from launch import environment
@@ -77,27 +81,33 @@ def train(
             "earlier; use --set train.steps to train longer."
         )
     environment.prepare(config.runtime)
-    _train(config, run_dir, steps)
+    _train(config, run_dir, steps, trace_file)
 
 
-def _train(config: RunConfig, run_dir: Path | None, steps: int | None) -> None:
+def _train(
+    config: RunConfig, run_dir: Path | None, steps: int | None, trace_file: Path | None
+) -> None:
     from launch.build import make_plan, run_training
     from launch.plan import require_fit
     from launch.progress import ConsoleObserver, Observers, RunConsole
     from launch.report import REPORT_FILE, ReportWriter, prepare_run_dir
     from launch.signals import stop_on_signals
+    from launch.trace_observer import TraceObserver
+    from ops.trace import NO_TRACE, Trace
 
     require_fit(make_plan(config))
     directory = prepare_run_dir(run_dir, config.name)
+    trace = NO_TRACE if trace_file is None else Trace(trace_file)
     stop = threading.Event()
     observer = Observers(
         [
             ReportWriter(directory, config),
             ConsoleObserver(RunConsole(), directory / REPORT_FILE),
+            TraceObserver(trace),
         ]
     )
-    with stop_on_signals(stop), closing(observer):
-        run_training(config, directory, steps, observer, stop)
+    with stop_on_signals(stop), closing(trace), closing(observer):
+        run_training(config, directory, steps, observer, stop, trace)
 
 
 @app.command()

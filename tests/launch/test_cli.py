@@ -29,6 +29,7 @@ from ops.errors import (
     Stopped,
     StorageError,
 )
+from ops.trace import Tracer, TraceReader
 from tests.launch.helpers import ROOT, memory_plan, run_python, run_report, step_record
 
 Call = Callable[..., int]
@@ -41,9 +42,16 @@ def build(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
     module = types.ModuleType("launch.build")
 
     def run_training(
-        config: Any, run_dir: Path, steps: int | None, observer: Observer, stop: threading.Event
+        config: Any,
+        run_dir: Path,
+        steps: int | None,
+        observer: Observer,
+        stop: threading.Event,
+        trace: Tracer,
     ) -> None:
         module.received = (config, run_dir, steps)  # type: ignore[attr-defined]
+        with trace.span("compute", "everything"):
+            pass
         observer.on_start(INFO)
         observer.on_step(step_record(1))
         observer.on_step(step_record(2))
@@ -147,6 +155,34 @@ def test_a_directory_with_a_run_is_refused(
     assert "already holds a run" in capsys.readouterr().err
 
 
+def test_a_trace_is_drawn_where_it_was_asked_for(
+    build: types.ModuleType, call: Call, tmp_path: Path
+) -> None:
+    assert call("train", "tiny-moe", "--trace", "t.json") == 0
+    reader = TraceReader(tmp_path / "t.json")
+    assert reader.tracks() == ["compute", "step"]
+    assert json.loads((tmp_path / "t.json").read_text()) == reader.events
+    assert {"step 1", "step 2", "end"} <= {event["name"] for event in reader.events}
+
+
+@pytest.mark.parametrize("path", ["missing/t.json", ".", "notes.txt"])
+def test_a_trace_that_cannot_be_written_is_refused_before_training(
+    build: types.ModuleType,
+    call: Call,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    path: str,
+) -> None:
+    (tmp_path / "notes.txt").write_text("not a trace")
+    assert call("train", "tiny-moe", "--run-dir", "out", "--trace", path) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith(f"headrace: a trace cannot be written to {path}: ")
+    assert captured.err.count("\n") == 1
+    assert not hasattr(build, "received")
+    assert (tmp_path / "notes.txt").read_text() == "not a trace"
+    assert call("train", "tiny-moe", "--run-dir", "out") == 0, "the directory is still free"
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -248,7 +284,7 @@ INTERRUPTED = """
 import sys, types
 from ops.errors import Stopped
 build = types.ModuleType("launch.build")
-def run_training(config, run_dir, steps, observer, stop):
+def run_training(config, run_dir, steps, observer, stop, trace):
     print("ready", flush=True)
     if not stop.wait(60):
         raise RuntimeError("the flag never came")

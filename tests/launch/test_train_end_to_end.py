@@ -18,6 +18,7 @@ import pytest
 import yaml
 
 from launch.report import LANES, REPORT_KEYS, STEP_KEYS
+from ops.trace import TraceReader
 from tests.launch.helpers import ROOT
 
 CONFIG: dict[str, Any] = {
@@ -75,7 +76,7 @@ def steps_of(folder: Path) -> list[dict[str, Any]]:
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory) -> tuple[Path, subprocess.CompletedProcess[str]]:
     folder = tmp_path_factory.mktemp("finished")
-    return folder, call(folder)
+    return folder, call(folder, "--trace", str(folder / "trace.json"))
 
 
 def test_a_run_ends_well_and_says_where_its_report_is(finished):
@@ -98,6 +99,15 @@ def test_every_step_has_a_record(finished):
             by_cause = sum(causes[f"{way}_bytes"] for causes in row["nvme_by_cause"].values())
             assert by_cause == row["lanes"][f"nvme_{way}_bytes"]
     assert sum(row["lanes"]["nvme_write_bytes"] for row in steps) > 0
+
+
+def test_the_trace_shows_every_step(finished):
+    folder, _ = finished
+    reader = TraceReader(folder / "trace.json")
+    steps = [event for event in reader.events if event["ph"] == "X" and event["cat"] == "step"]
+    assert [event["name"] for event in steps] == [f"step {number}" for number in range(1, 5)]
+    assert [event["args"]["loss"] for event in steps] == [row["loss"] for row in steps_of(folder)]
+    assert reader.busy_s("start-up") > 0
 
 
 def test_the_report_holds_what_is_promised(finished):
