@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from offload.nvme.aligned import ALIGNMENT_BYTES_MIN, AccessMode, address_of, aligned_buffer
-from offload.nvme.files import OpenFile, StorageFile, open_os_file
+from offload.nvme.files import Buffers, OpenFile, StorageFile, open_os_file, slice_buffers
 
 BUFFERED = AccessMode(direct=False, alignment_bytes=ALIGNMENT_BYTES_MIN, reason="test")
 """Access through the page cache, so that faults strike at exact bytes."""
@@ -68,22 +68,23 @@ class FaultyFile:
     def path(self) -> str:
         return self.inner.path
 
-    def pread_into(self, buffer: memoryview, offset: int) -> int:
-        wanted_bytes, flip_at = self._before("read", buffer.nbytes, offset)
-        moved_bytes = self.inner.pread_into(buffer[:wanted_bytes], offset)
+    def readv_into(self, buffers: Buffers, offset: int) -> int:
+        wanted_bytes, flip_at = self._before("read", _nbytes(buffers), offset)
+        moved_bytes = self.inner.readv_into(slice_buffers(buffers, 0, wanted_bytes), offset)
         if flip_at is not None and flip_at < moved_bytes:
-            buffer[flip_at] ^= 1
+            _flip(buffers, flip_at)
         return moved_bytes
 
-    def pwrite_from(self, buffer: memoryview, offset: int) -> int:
-        wanted_bytes, flip_at = self._before("write", buffer.nbytes, offset)
+    def writev_from(self, buffers: Buffers, offset: int) -> int:
+        wanted_bytes, flip_at = self._before("write", _nbytes(buffers), offset)
+        wanted = slice_buffers(buffers, 0, wanted_bytes)
         if flip_at is None:
-            return self.inner.pwrite_from(buffer[:wanted_bytes], offset)
-        buffer[flip_at] ^= 1  # the caller's bytes are right again before anybody looks
+            return self.inner.writev_from(wanted, offset)
+        _flip(buffers, flip_at)  # the caller's bytes are right again before anybody looks
         try:
-            return self.inner.pwrite_from(buffer[:wanted_bytes], offset)
+            return self.inner.writev_from(wanted, offset)
         finally:
-            buffer[flip_at] ^= 1
+            _flip(buffers, flip_at)
 
     def sync(self) -> None:
         self._before("sync", 0, 0)
@@ -132,6 +133,15 @@ class FaultyFile:
         return nbytes - nbytes % self._unit_bytes
 
 
+def _nbytes(buffers: Buffers) -> int:
+    return sum(buffer.nbytes for buffer in buffers)
+
+
+def _flip(buffers: Buffers, at_byte: int) -> None:
+    (byte,) = slice_buffers(buffers, at_byte, at_byte + 1)
+    byte[0] ^= 1
+
+
 def _hits(fault: Fault, op: int, start: int, nbytes: int) -> bool:
     if fault.kind == "error":  # sticky
         if fault.at_byte is not None:
@@ -173,7 +183,7 @@ class Gate:
 class AlignmentFile:
     """A `StorageFile` on sectors of `alignment_bytes`: EINVAL for all else, as a drive does.
 
-    Checks offset, length and memory address of every transfer.
+    Checks offset, and length and memory address of every buffer, of every transfer.
     """
 
     def __init__(self, inner: StorageFile, alignment_bytes: int) -> None:
@@ -185,13 +195,13 @@ class AlignmentFile:
     def path(self) -> str:
         return self.inner.path
 
-    def pread_into(self, buffer: memoryview, offset: int) -> int:
-        self._check(buffer, offset)
-        return self.inner.pread_into(buffer, offset)
+    def readv_into(self, buffers: Buffers, offset: int) -> int:
+        self._check(buffers, offset)
+        return self.inner.readv_into(buffers, offset)
 
-    def pwrite_from(self, buffer: memoryview, offset: int) -> int:
-        self._check(buffer, offset)
-        return self.inner.pwrite_from(buffer, offset)
+    def writev_from(self, buffers: Buffers, offset: int) -> int:
+        self._check(buffers, offset)
+        return self.inner.writev_from(buffers, offset)
 
     def sync(self) -> None:
         self.inner.sync()
@@ -205,9 +215,13 @@ class AlignmentFile:
     def close(self) -> None:
         self.inner.close()
 
-    def _check(self, buffer: memoryview, offset: int) -> None:
+    def _check(self, buffers: Buffers, offset: int) -> None:
         self.num_checked += 1
-        for value in (offset, buffer.nbytes, address_of(buffer)):
+        for buffer in buffers:
+            self._check_values(offset, buffer.nbytes, address_of(buffer))
+
+    def _check_values(self, *values: int) -> None:
+        for value in values:
             if value % self.alignment_bytes:
                 raise OSError(errno.EINVAL, f"{value} is not aligned to {self.alignment_bytes}")
 
@@ -228,17 +242,19 @@ class SparseFile:
     def path(self) -> str:
         return self._path
 
-    def pread_into(self, buffer: memoryview, offset: int) -> int:
+    def readv_into(self, buffers: Buffers, offset: int) -> int:
+        nbytes = _nbytes(buffers)
         with self._lock:
-            self.ranges.append(("read", offset, buffer.nbytes))
-        if self._touch:
+            self.ranges.append(("read", offset, nbytes))
+        for buffer in buffers if self._touch else ():
             np.frombuffer(buffer, np.uint8)[:] = 0
-        return buffer.nbytes
+        return nbytes
 
-    def pwrite_from(self, buffer: memoryview, offset: int) -> int:
+    def writev_from(self, buffers: Buffers, offset: int) -> int:
+        nbytes = _nbytes(buffers)
         with self._lock:
-            self.ranges.append(("write", offset, buffer.nbytes))
-        return buffer.nbytes
+            self.ranges.append(("write", offset, nbytes))
+        return nbytes
 
     def sync(self) -> None:
         pass

@@ -1,9 +1,9 @@
 """The seam between the store and the operating system: one data file, whole transfers.
 
-`StorageFile` is the least a store needs; each of its transfers is one system call and may be short,
-so that tests put faults below the code that completes short transfers
-(`offload/testing_storage.py`). `read_fully` and `write_fully` complete them or raise a StorageError
-that names path, offset and both byte counts.
+`StorageFile` is the least a store needs; each of its transfers is one system call that moves pieces
+of memory from or to one place in the file. It may be short, so that tests put faults below the code
+that completes short transfers (`offload/testing_storage.py`). `read_fully` and `write_fully`
+complete them or raise a StorageError that names path, offset and both byte counts.
 
 Invariants: no file is opened or closed per transfer; nothing here retries an error.
 """
@@ -14,13 +14,17 @@ import ctypes
 import errno
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from ops.errors import StorageError
 from ops.units import round_up
 
 PREALLOCATE_STEP_BYTES = 256 << 20
+BUFFERS_MAX = 1024  # IOV_MAX of Linux: more in one system call are refused
+
+Buffers = Sequence[memoryview]
+"""Pieces of memory that lie side by side in the file; with direct I/O each is aligned."""
 
 
 class StorageFile(Protocol):
@@ -34,12 +38,12 @@ class StorageFile(Protocol):
         """Where the file is, for messages."""
         ...
 
-    def pread_into(self, buffer: memoryview, offset: int) -> int:
-        """Read into `buffer` from byte `offset`; returns the bytes read, 0 at the file's end."""
+    def readv_into(self, buffers: Buffers, offset: int) -> int:
+        """Fill `buffers` in turn from byte `offset`; returns the bytes read, 0 at the end."""
         ...
 
-    def pwrite_from(self, buffer: memoryview, offset: int) -> int:
-        """Write `buffer` at byte `offset`; returns the bytes written."""
+    def writev_from(self, buffers: Buffers, offset: int) -> int:
+        """Write `buffers` one behind the other at byte `offset`; returns the bytes written."""
         ...
 
     def sync(self) -> None:
@@ -76,11 +80,11 @@ class OsFile:
     def path(self) -> str:
         return self._path
 
-    def pread_into(self, buffer: memoryview, offset: int) -> int:
-        return os.preadv(self._fd, [buffer], offset)
+    def readv_into(self, buffers: Buffers, offset: int) -> int:
+        return os.preadv(self._fd, buffers[:BUFFERS_MAX], offset)
 
-    def pwrite_from(self, buffer: memoryview, offset: int) -> int:
-        return os.pwritev(self._fd, [buffer], offset)
+    def writev_from(self, buffers: Buffers, offset: int) -> int:
+        return os.pwritev(self._fd, buffers[:BUFFERS_MAX], offset)
 
     def sync(self) -> None:
         os.fdatasync(self._fd)
@@ -105,64 +109,80 @@ def open_os_file(path: str, direct: bool) -> StorageFile:
     return OsFile(path, direct)
 
 
+def slice_buffers(buffers: Buffers, start: int, stop: int) -> list[memoryview]:
+    """Bytes `[start, stop)` of `buffers`, seen as one run; empty pieces are left out."""
+    pieces = []
+    for buffer in buffers:
+        piece = buffer[max(start, 0) : max(stop, 0)]
+        if piece.nbytes:
+            pieces.append(piece)
+        start -= buffer.nbytes
+        stop -= buffer.nbytes
+    return pieces
+
+
 def read_fully(
     file: StorageFile,
-    buffer: memoryview,
+    buffers: Buffers,
     offset: int,
     *,
     block: str | None = None,
     io_alignment_bytes: int = 1,
 ) -> None:
-    """Fill `buffer` from byte `offset`; blocks.
+    """Fill `buffers` in turn from byte `offset`; blocks.
 
     After a short read it goes on at the last aligned byte it has. Raises StorageError when the call
     fails or the file ends too early.
     """
-    _transfer_fully(file.pread_into, "read", file, buffer, offset, block, io_alignment_bytes)
+    _transfer_fully(file.readv_into, "read", file, buffers, offset, block, io_alignment_bytes)
 
 
 def write_fully(
     file: StorageFile,
-    buffer: memoryview,
+    buffers: Buffers,
     offset: int,
     *,
     block: str | None = None,
     io_alignment_bytes: int = 1,
 ) -> None:
-    """Write all of `buffer` at byte `offset`; blocks; raises StorageError as `read_fully` does."""
-    _transfer_fully(file.pwrite_from, "write", file, buffer, offset, block, io_alignment_bytes)
+    """Write all of `buffers` at byte `offset`; blocks; raises StorageError as `read_fully` does."""
+    _transfer_fully(file.writev_from, "write", file, buffers, offset, block, io_alignment_bytes)
 
 
 def _transfer_fully(
-    call: Callable[[memoryview, int], int],
+    call: Callable[[Buffers, int], int],
     verb: str,
     file: StorageFile,
-    buffer: memoryview,
+    buffers: Buffers,
     offset: int,
     block: str | None,
     io_alignment_bytes: int,
 ) -> None:
-    done_bytes = 0
-    while done_bytes < buffer.nbytes:
+    wanted_bytes = sum(buffer.nbytes for buffer in buffers)
+    rest, done_bytes = buffers, 0
+    while done_bytes < wanted_bytes:
         try:
-            moved_bytes = call(buffer[done_bytes:], offset + done_bytes)
+            moved_bytes = call(rest, offset + done_bytes)
         except OSError as error:
             raise transfer_error(
                 f"{verb} failed: {describe_os_error(error)}",
                 file.path,
                 offset,
                 block,
-                buffer.nbytes,
+                wanted_bytes,
                 done_bytes,
             ) from error
         reached = done_bytes + moved_bytes
-        resume = reached - reached % io_alignment_bytes if reached < buffer.nbytes else reached
+        if reached >= wanted_bytes:
+            return
+        resume = reached - reached % io_alignment_bytes
         if resume <= done_bytes:
             # No progress: the end of the file, or less than one unit of direct I/O.
             reason = "file ends too early" if verb == "read" else "no progress"
             raise transfer_error(
-                f"short {verb}: {reason}", file.path, offset, block, buffer.nbytes, reached
+                f"short {verb}: {reason}", file.path, offset, block, wanted_bytes, reached
             )
+        rest = slice_buffers(buffers, resume, wanted_bytes)
         done_bytes = resume
 
 

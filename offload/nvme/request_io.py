@@ -68,8 +68,8 @@ class RequestIo:
             memory = transfer.data[start : start + wanted_bytes] if direct else bounce
             read_fully(
                 self._file,
-                memory[:wanted_bytes],
-                stored.locate(start)[0],
+                [memory[:wanted_bytes]],
+                stored.locate(start)[1],
                 block=transfer.block,
                 io_alignment_bytes=self._io_alignment_bytes,
             )
@@ -89,12 +89,12 @@ class RequestIo:
             if not direct:
                 bounce[: stop - start] = transfer.data[start:stop]
                 bounce[stop - start : wanted_bytes] = bytes(wanted_bytes - (stop - start))
-            offset = stored.locate(start)[0]
+            offset = stored.locate(start)[1]
             end = offset + wanted_bytes
             self._preallocator.ensure(end, transfer.block, offset, wanted_bytes)
             write_fully(
                 self._file,
-                memory[:wanted_bytes],
+                [memory[:wanted_bytes]],
                 offset,
                 block=transfer.block,
                 io_alignment_bytes=self._io_alignment_bytes,
@@ -110,7 +110,7 @@ class RequestIo:
         """
         for start, stop, direct in self._runs(request):
             while start < stop:
-                end = min(stop, start + stored.locate(start)[1])
+                end = min(stop, start + stored.locate(start)[2])
                 yield start, end, direct
                 start = end
 
@@ -142,7 +142,7 @@ class RequestIo:
             f"checksum mismatch: stored {stored.checksums[chunk]:016x}, read {found:016x}; "
             "the block is corrupt and was not used",
             path=self._file.path,
-            offset=stored.locate(start)[0],
+            offset=stored.locate(start)[1],
             block=transfer.block,
             wanted_bytes=chunk_bytes,
             done_bytes=chunk_bytes,

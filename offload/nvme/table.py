@@ -14,7 +14,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from offload.nvme.extents import Extent, ExtentAllocator
+from offload.nvme.extents import Extent
+from offload.nvme.striping import BlockAllocator
 from ops.checksum import empty_checksums
 
 
@@ -32,11 +33,11 @@ class StoredBlock:
     checksums: array[int]
     pins: int = 1
 
-    def locate(self, start: int) -> tuple[int, int]:
-        """File offset of byte `start` of the block, and how many bytes follow it without a gap."""
+    def locate(self, start: int) -> tuple[int, int, int]:
+        """Drive and file offset of byte `start` of the block, and the bytes that follow there."""
         for extent in self.extents:
             if start < extent.nbytes:
-                return extent.offset + start, extent.nbytes - start
+                return extent.drive, extent.offset + start, extent.nbytes - start
             start -= extent.nbytes
         raise ValueError(f"byte {start} behind the last extent")
 
@@ -52,7 +53,7 @@ class RetainedBlocks:
 class BlockTable:
     """Names to stored blocks, over one allocator."""
 
-    def __init__(self, allocator: ExtentAllocator) -> None:
+    def __init__(self, allocator: BlockAllocator) -> None:
         self.allocator = allocator
         self._blocks: dict[str, StoredBlock] = {}
 

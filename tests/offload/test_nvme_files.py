@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+from itertools import pairwise
 
 import pytest
 
@@ -32,10 +33,10 @@ def faulty(tmp_path):
 def test_short_transfers_are_completed(faulty, at_byte):
     file = faulty(Fault("short", "write", at_byte=at_byte), Fault("short", "read", at_byte=at_byte))
     data = filled_buffer(10_000)
-    write_fully(file, data.data, 4096)
+    write_fully(file, [data.data], 4096)
     assert file.num_calls["write"] == 2
     back = bytearray(10_000)
-    read_fully(file, memoryview(back), 4096)
+    read_fully(file, [memoryview(back)], 4096)
     assert file.num_calls["read"] == 2
     assert back == data.tobytes()
 
@@ -48,7 +49,7 @@ def test_a_failing_transfer_names_path_offset_and_both_byte_counts(faulty, code,
     file = faulty(Fault("error", verb, at_byte=at_byte, code=code))
     transfer = read_fully if verb == "read" else write_fully
     with pytest.raises(StorageError, match=errno.errorcode[code]) as caught:
-        transfer(file, filled_buffer(10_000).data, 8192, block="expert.3/residual")
+        transfer(file, [filled_buffer(10_000).data], 8192, block="expert.3/residual")
     error = caught.value
     assert (error.path, error.offset, error.block) == (file.path, 8192, "expert.3/residual")
     assert (error.wanted_bytes, error.done_bytes) == (10_000, at_byte)
@@ -59,7 +60,7 @@ def test_the_end_of_a_truncated_file_is_an_error(faulty):
     file = faulty()
     file.truncate(5_000)
     with pytest.raises(StorageError, match="ends too early") as caught:
-        read_fully(file, memoryview(bytearray(4096)), 4096)
+        read_fully(file, [memoryview(bytearray(4096))], 4096)
     assert (caught.value.wanted_bytes, caught.value.done_bytes) == (4096, 904)
 
 
@@ -67,7 +68,7 @@ def test_a_write_without_progress_is_an_error(faulty):
     file = faulty(Fault("short", "write", at_byte=0))
     file.faults[0].at_op, file.faults[0].at_byte = 0, None
     with pytest.raises(StorageError, match="no progress"):
-        write_fully(file, memoryview(b"x"), 0)
+        write_fully(file, [memoryview(b"x")], 0)
 
 
 def test_a_short_direct_transfer_resumes_at_an_aligned_byte(tmp_path):
@@ -75,24 +76,73 @@ def test_a_short_direct_transfer_resumes_at_an_aligned_byte(tmp_path):
     inner = AlignmentFile(open_os_file(str(tmp_path / "file"), False), 4096)
     inner.truncate(1 << 20)
     data = filled_buffer(16_384)
-    write_fully(inner, data.data, 0, io_alignment_bytes=4096)
+    write_fully(inner, [data.data], 0, io_alignment_bytes=4096)
 
     class StopsInsideASector:
         def __init__(self):
             self.path = inner.path
             self.offsets = []
 
-        def pread_into(self, buffer, offset):
+        def readv_into(self, buffers, offset):
             self.offsets.append(offset)
-            inner.pread_into(buffer, offset)
-            return 5_000 if len(self.offsets) == 1 else buffer.nbytes
+            moved_bytes = inner.readv_into(buffers, offset)
+            return 5_000 if len(self.offsets) == 1 else moved_bytes
 
     file = StopsInsideASector()
     back = filled_buffer(16_384, seed=1)
-    read_fully(file, back.data, 0, io_alignment_bytes=4096)
+    read_fully(file, [back.data], 0, io_alignment_bytes=4096)
     assert file.offsets == [0, 4096]
     assert (back == data).all()
     inner.close()
+
+
+def _pieces_of(data, cuts):
+    borders = [0, *cuts, len(data)]
+    return [data[start:stop].data for start, stop in pairwise(borders)]
+
+
+@pytest.mark.parametrize("at_byte", [1, 4096, 5_000, 8192, 16_383])
+def test_short_vectored_transfers_go_on_in_the_right_piece(faulty, at_byte):
+    file = faulty(Fault("short", "write", at_byte=at_byte), Fault("short", "read", at_byte=at_byte))
+    data = filled_buffer(16_384)
+    write_fully(file, _pieces_of(data, [4096, 8192]), 4096)
+    back = filled_buffer(16_384, seed=1)
+    read_fully(file, _pieces_of(back, [8192, 12_288]), 4096)
+    assert (file.num_calls["write"], file.num_calls["read"]) == (2, 2)
+    assert (back == data).all()
+
+
+@pytest.mark.parametrize("at_byte", [4096 + 5, 12_288 + 4095])
+def test_short_direct_vectored_transfers_resume_aligned(tmp_path, at_byte):
+    # C10
+    checked = AlignmentFile(open_os_file(str(tmp_path / "file"), False), 4096)
+    checked.truncate(1 << 20)
+    faults = [Fault("short", verb, at_byte=at_byte) for verb in ("read", "write")]
+    file = FaultyFile(checked, faults, unit_bytes=4096)
+    data, back = filled_buffer(16_384), filled_buffer(16_384, seed=1)
+    write_fully(file, _pieces_of(data, [4096, 8192]), 8192, io_alignment_bytes=4096)
+    read_fully(file, _pieces_of(back, [8192]), 8192, io_alignment_bytes=4096)
+    assert [fault.num_hits for fault in faults] == [1, 1] and (back == data).all()
+    checked.close()
+
+
+def test_more_pieces_than_one_system_call_takes_are_moved(tmp_path):
+    file = open_os_file(str(tmp_path / "file"), False)
+    data = filled_buffer(3 * 1500)
+    write_fully(file, _pieces_of(data, range(3, 4500, 3)), 0)
+    back = filled_buffer(4500, seed=1)
+    read_fully(file, _pieces_of(back, range(3, 4500, 3)), 0)
+    assert (back == data).all()
+    file.close()
+
+
+def test_a_flip_in_a_vectored_transfer_strikes_its_byte_only(faulty):
+    file = faulty(Fault("flip", "write", at_byte=5_000), Fault("flip", "read", at_byte=9_000))
+    data, back = filled_buffer(16_384), filled_buffer(16_384, seed=1)
+    write_fully(file, _pieces_of(data, [4096, 8192]), 0)
+    assert (data == filled_buffer(16_384)).all()  # the caller's memory is whole again
+    read_fully(file, _pieces_of(back, [4096, 8192]), 0)
+    assert (back != data).nonzero()[0].tolist() == [5_000, 9_000]
 
 
 def test_room_is_reserved_in_steps_and_each_byte_once(faulty):

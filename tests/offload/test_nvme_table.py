@@ -91,7 +91,7 @@ def test_every_byte_of_a_scattered_block_has_its_place():
     assert stored is not None and len(stored.extents) == 3
     for start in (0, 5, UNIT - 1, UNIT, 2 * UNIT, 2 * UNIT + 4):
         extent = stored.extents[start // UNIT]
-        assert stored.locate(start) == (extent.offset + start % UNIT, UNIT - start % UNIT)
+        assert stored.locate(start) == (0, extent.offset + start % UNIT, UNIT - start % UNIT)
     with pytest.raises(ValueError):
         stored.locate(3 * UNIT)
     table.unpin(stored)
