@@ -80,9 +80,14 @@ class Field:
     count: int
 
     @property
+    def item_bytes(self) -> int:
+        """Bytes of one element."""
+        return _ITEM_BYTES[self.dtype]
+
+    @property
     def nbytes(self) -> int:
         """Payload bytes."""
-        return self.count * _ITEM_BYTES[self.dtype]
+        return self.count * self.item_bytes
 
 
 @dataclass(frozen=True)

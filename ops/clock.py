@@ -8,3 +8,8 @@ import time
 def seconds() -> float:
     """Monotonic seconds; only differences mean something."""
     return time.perf_counter()
+
+
+def thread_seconds() -> float:
+    """Seconds the calling thread has run on a core; only differences mean something."""
+    return time.thread_time()

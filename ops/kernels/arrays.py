@@ -17,6 +17,7 @@ F32 = npt.NDArray[np.float32]
 F64 = npt.NDArray[np.float64]
 I16 = npt.NDArray[np.int16]
 U16 = npt.NDArray[np.uint16]
+U8 = npt.NDArray[np.uint8]
 
 
 def check_flat(name: str, array: Array, *dtypes: Any, size: int, writes: bool = False) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ops.kernels import adamw, reduce, split
+from ops.kernels import adamw, reduce, shuffle, split
 
 
 def warm_up() -> None:
@@ -37,3 +37,8 @@ def warm_up() -> None:
     adamw.replay_split(weight, residual, exp_avg, exp_avg_sq, table)
     adamw.replay_master(master, exp_avg, exp_avg_sq, table)
     adamw.replay_master_f16(master, half, exp_avg, exp_avg_sq, table)
+
+    planes = np.zeros(8, np.uint8)
+    for item_bytes in shuffle.ITEM_BYTES:
+        shuffle.shuffle(np.zeros(8, np.uint8), planes, item_bytes)
+        shuffle.unshuffle(np.zeros(8, np.uint8), planes, item_bytes)
