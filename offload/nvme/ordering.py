@@ -71,6 +71,7 @@ class TransferOrder:
                     self._table.pin(done.stored)
                     behind.stored = done.stored
                 self._queue.make_ready(behind)
+            self._queue.settled(done)
             done.data = memoryview(b"")  # the buffer is the caller's again
         return finished
 

@@ -1,18 +1,22 @@
-"""One request on the disk: pieces, padding, bounce buffer, checksums.
+"""Requests on the disk: parts, padding, bounce buffer, checksums.
 
-A request of an aligned buffer goes straight from or to the caller's memory. With direct I/O the
-last unit of a block is padded: into the scratch behind the logical bytes if the caller's buffer is
-long enough, else through the worker's bounce buffer. An unaligned buffer goes through the bounce
-buffer as a whole, one checksum chunk at a time.
+A request is cut into parts, each a piece of memory for one place on one drive; parts that lie side
+by side there, of one request or of several neighbours, move by one system call. The memory is the
+caller's where its address is aligned. With direct I/O the last unit of a block is padded: into the
+scratch behind the logical bytes if the caller's buffer is long enough, else through the worker's
+bounce buffer. An unaligned buffer goes through the bounce buffer as a whole.
 
 Invariants: checksums are computed while the bytes are in the cache, before a write and after a
-read; a request covers whole checksum chunks. Called on worker threads only; blocks. No locks, no
-queue.
+read; a request covers whole checksum chunks. A request that fails alone is never tried again;
+neighbours whose common call failed are, one by one, so that the error names the right block. Called
+on worker threads only; blocks. No locks, no queue.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from offload.nvme.aligned import AccessMode, aligned_buffer
 from offload.nvme.files import Preallocator, StorageFile, read_fully, write_fully
@@ -21,6 +25,8 @@ from offload.nvme.transfers import Direction, Request
 from ops.checksum import CHUNK_BYTES, fill_checksums, first_mismatch
 from ops.errors import StorageError
 from ops.units import round_up
+
+log = logging.getLogger(__name__)
 
 BOUNCE_BYTES = CHUNK_BYTES
 
@@ -34,87 +40,171 @@ class CorruptBlock(StorageError):
     """What was read does not match its checksum. Not latched: other blocks may be whole."""
 
 
+@dataclass(frozen=True, slots=True)
+class Drive:
+    """One data file, and who reserves its room."""
+
+    file: StorageFile
+    preallocator: Preallocator
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What became of one request: the bytes of padding moved with it, or why it failed."""
+
+    padding_bytes: int = 0
+    error: Exception | None = None
+
+
+@dataclass(slots=True)
+class _Part:
+    """`memory` for bytes `[start, stop)` of a block and their padding, at `offset` of `drive`."""
+
+    request: Request
+    start: int
+    stop: int
+    drive: int
+    offset: int
+    memory: memoryview
+    bounced: bool
+
+    @property
+    def end(self) -> int:
+        """Where the next part on the drive would begin."""
+        return self.offset + self.memory.nbytes
+
+
+class _CallFailed(Exception):
+    """A system call failed; `request` is the first that it may not have moved."""
+
+    def __init__(self, request: Request, error: StorageError) -> None:
+        super().__init__(str(error))
+        self.request = request
+        self.error = error
+
+
 class RequestIo:
-    """Runs requests on one data file."""
+    """Runs requests on the data files of a store."""
 
-    def __init__(self, file: StorageFile, access: AccessMode, preallocator: Preallocator) -> None:
-        self._file = file
+    def __init__(self, drives: Sequence[Drive], access: AccessMode) -> None:
+        """`drives` in the order of `Extent.drive`."""
+        self._drives = drives
+        self._alignment_bytes = access.alignment_bytes
         self._io_alignment_bytes = access.io_alignment_bytes
-        self._preallocator = preallocator
 
-    def run(self, request: Request, bounce: memoryview) -> int:
-        """Do `request`; returns the bytes of padding moved with it.
+    def run(self, requests: Sequence[Request], bounce: memoryview) -> list[Outcome]:
+        """Do `requests`, which lie side by side on one drive when there are several; never raises.
 
-        Raises StorageError when the system call fails or a checksum does not match; then nothing of
-        the request may be used. `bounce` belongs to the calling worker.
+        What failed must not be used: its system call failed, or a checksum does not match. After a
+        failed call the requests behind it are not tried and fail as well. `bounce` belongs to the
+        calling worker.
         """
-        transfer = request.transfer
-        stored = transfer.stored
-        assert stored is not None
-        if request.start == request.stop:
-            return 0
-        if transfer.direction is Direction.READ:
-            return self._read(request, stored, bounce)
-        return self._write(request, stored, bounce)
+        outcomes = [Outcome() for _ in requests]
+        first = 0  # of those still to be done, one by one
+        if len(requests) > 1:
+            try:
+                self._move(requests, bounce, outcomes)
+                first = len(requests)
+            except _CallFailed as failed:
+                first = next(i for i, request in enumerate(requests) if request is failed.request)
+                log.warning("%s; trying %d blocks one by one", failed, len(requests) - first)
+            except Exception as error:
+                return [Outcome(error=error) for _ in requests]
+        failure: Exception | None = None
+        for index, (request, outcome) in enumerate(zip(requests, outcomes)):
+            try:
+                if failure is None and index >= first:
+                    outcome.padding_bytes = 0
+                    self._move([request], bounce, [outcome])
+                if failure is None and request.transfer.direction is Direction.READ:
+                    self._verify(request)
+            except CorruptBlock as error:
+                outcome.error = error
+            except _CallFailed as failed:
+                failure = failed.error
+            except Exception as error:
+                failure = error
+            outcome.error = outcome.error or failure
+        return outcomes
 
-    def padded(self, nbytes: int) -> int:
-        """`nbytes` as a transfer moves it."""
-        return round_up(nbytes, self._io_alignment_bytes)
+    def _move(
+        self, requests: Sequence[Request], bounce: memoryview, outcomes: Sequence[Outcome]
+    ) -> None:
+        """All parts of `requests`, in as few calls as lie side by side; raises _CallFailed."""
+        # Neighbours are moved with the gaps between them, so that they are one run of bytes.
+        unit = self._io_alignment_bytes if len(requests) == 1 else self._alignment_bytes
+        call: list[_Part] = []
+        bounced_bytes = 0
+        for request, outcome in zip(requests, outcomes):
+            transfer, stored = request.transfer, _stored(request)
+            is_write = transfer.direction is Direction.WRITE
+            if is_write and request.stop > request.start:
+                data = transfer.data[request.start : request.stop]
+                fill_checksums(stored.checksums, data, request.start)
+            for start, stop, direct in self._pieces(request, stored, unit):
+                drive, offset, _ = stored.locate(start)
+                wanted_bytes = round_up(stop - start, unit)
+                fits = direct or bounced_bytes + wanted_bytes <= bounce.nbytes
+                if call and not (fits and (call[-1].drive, call[-1].end) == (drive, offset)):
+                    self._call(call)
+                    call, bounced_bytes = [], 0
+                if direct:
+                    memory = transfer.data[start : start + wanted_bytes]
+                else:
+                    memory = bounce[bounced_bytes : bounced_bytes + wanted_bytes]
+                    bounced_bytes += wanted_bytes
+                    if is_write:
+                        memory[: stop - start] = transfer.data[start:stop]
+                        memory[stop - start :] = bytes(wanted_bytes - (stop - start))
+                call.append(_Part(request, start, stop, drive, offset, memory, not direct))
+                outcome.padding_bytes += wanted_bytes - (stop - start)
+        if call:
+            self._call(call)
 
-    def _read(self, request: Request, stored: StoredBlock, bounce: memoryview) -> int:
-        transfer, padding_bytes = request.transfer, 0
-        for start, stop, direct in self._pieces(request, stored):
-            wanted_bytes = self.padded(stop - start)
-            memory = transfer.data[start : start + wanted_bytes] if direct else bounce
-            read_fully(
-                self._file,
-                [memory[:wanted_bytes]],
-                stored.locate(start)[1],
+    def _call(self, parts: list[_Part]) -> None:
+        """Move `parts`, which lie side by side on one drive, by one system call (if not short)."""
+        first, last = parts[0], parts[-1]
+        drive, transfer = self._drives[first.drive], first.request.transfer
+        is_write = transfer.direction is Direction.WRITE
+        move_fully = write_fully if is_write else read_fully
+        done_bytes = wanted_bytes = last.end - first.offset
+        failure = None
+        try:
+            if is_write:
+                drive.preallocator.ensure(last.end, transfer.block, first.offset, wanted_bytes)
+            move_fully(
+                drive.file,
+                [part.memory for part in parts],
+                first.offset,
                 block=transfer.block,
                 io_alignment_bytes=self._io_alignment_bytes,
             )
-            if not direct:
-                transfer.data[start:stop] = bounce[: stop - start]
-            padding_bytes += wanted_bytes - (stop - start)
-        self._verify(request, stored)
-        return padding_bytes
+        except StorageError as error:
+            failure, done_bytes = error, error.done_bytes or 0
+        for part in parts:
+            if part.end - first.offset > done_bytes:
+                assert failure is not None
+                raise _CallFailed(part.request, failure) from failure
+            if part.bounced and not is_write:
+                part.request.transfer.data[part.start : part.stop] = part.memory[
+                    : part.stop - part.start
+                ]
 
-    def _write(self, request: Request, stored: StoredBlock, bounce: memoryview) -> int:
-        transfer, padding_bytes = request.transfer, 0
-        data = transfer.data[request.start : request.stop]
-        fill_checksums(stored.checksums, data, request.start)
-        for start, stop, direct in self._pieces(request, stored):
-            wanted_bytes = self.padded(stop - start)
-            memory = transfer.data[start : start + wanted_bytes] if direct else bounce
-            if not direct:
-                bounce[: stop - start] = transfer.data[start:stop]
-                bounce[stop - start : wanted_bytes] = bytes(wanted_bytes - (stop - start))
-            offset = stored.locate(start)[1]
-            end = offset + wanted_bytes
-            self._preallocator.ensure(end, transfer.block, offset, wanted_bytes)
-            write_fully(
-                self._file,
-                [memory[:wanted_bytes]],
-                offset,
-                block=transfer.block,
-                io_alignment_bytes=self._io_alignment_bytes,
-            )
-            padding_bytes += wanted_bytes - (stop - start)
-        return padding_bytes
-
-    def _pieces(self, request: Request, stored: StoredBlock) -> Iterator[tuple[int, int, bool]]:
-        """(start, stop, direct) of each transfer: from the caller's memory, or via bounce.
+    def _pieces(
+        self, request: Request, stored: StoredBlock, unit: int
+    ) -> Iterator[tuple[int, int, bool]]:
+        """(start, stop, direct) of each part: from the caller's memory, or via bounce.
 
         Each lies in one extent; all but the block's last start and stop at multiples of the
         alignment.
         """
-        for start, stop, direct in self._runs(request):
+        for start, stop, direct in self._runs(request, unit):
             while start < stop:
                 end = min(stop, start + stored.locate(start)[2])
                 yield start, end, direct
                 start = end
 
-    def _runs(self, request: Request) -> Iterator[tuple[int, int, bool]]:
+    def _runs(self, request: Request, unit: int) -> Iterator[tuple[int, int, bool]]:
         """As `_pieces`, were there only one extent."""
         transfer, start, stop = request.transfer, request.start, request.stop
         if transfer.address % self._io_alignment_bytes:
@@ -122,15 +212,15 @@ class RequestIo:
                 yield piece, min(piece + BOUNCE_BYTES, stop), False
             return
         body_stop = stop
-        if self.padded(stop) > transfer.data.nbytes:
-            body_stop = stop - stop % self._io_alignment_bytes
+        if round_up(stop, unit) > transfer.data.nbytes:
+            body_stop = stop - stop % unit
         if body_stop > start:
             yield start, body_stop, True
         if body_stop < stop:
             yield body_stop, stop, False
 
-    def _verify(self, request: Request, stored: StoredBlock) -> None:
-        transfer = request.transfer
+    def _verify(self, request: Request) -> None:
+        transfer, stored = request.transfer, _stored(request)
         data = transfer.data[request.start : request.stop]
         mismatch = first_mismatch(stored.checksums, data, request.start)
         if mismatch is None:
@@ -138,12 +228,19 @@ class RequestIo:
         chunk, found = mismatch
         start = chunk * CHUNK_BYTES
         chunk_bytes = min(CHUNK_BYTES, transfer.nbytes - start)
+        drive, offset, _ = stored.locate(start)
         raise CorruptBlock(
             f"checksum mismatch: stored {stored.checksums[chunk]:016x}, read {found:016x}; "
             "the block is corrupt and was not used",
-            path=self._file.path,
-            offset=stored.locate(start)[1],
+            path=self._drives[drive].file.path,
+            offset=offset,
             block=transfer.block,
             wanted_bytes=chunk_bytes,
             done_bytes=chunk_bytes,
         )
+
+
+def _stored(request: Request) -> StoredBlock:
+    stored = request.transfer.stored
+    assert stored is not None
+    return stored

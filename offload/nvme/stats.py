@@ -18,7 +18,10 @@ def _zeros() -> dict[str, int]:
 
 @dataclass
 class LaneStats:
-    """One direction: bytes by cause, padding by cause, requests (system calls may be more)."""
+    """One direction: bytes by cause, padding by cause, and how often workers went to the drive.
+
+    Neighbours that were moved together are one request; a request may need several system calls.
+    """
 
     payload_bytes: dict[str, int] = field(default_factory=_zeros)
     padding_bytes: dict[str, int] = field(default_factory=_zeros)
@@ -30,10 +33,9 @@ class LaneStats:
         return sum(self.payload_bytes.values()) + sum(self.padding_bytes.values())
 
     def count(self, cause: str, payload_bytes: int, padding_bytes: int) -> None:
-        """Add one finished request."""
+        """Add what a request has moved of one block."""
         self.payload_bytes[cause] += payload_bytes
         self.padding_bytes[cause] += padding_bytes
-        self.num_requests += 1
 
     def copy(self) -> LaneStats:
         """A snapshot that later counts do not change."""

@@ -31,7 +31,14 @@ from offload.nvme.extents import ExtentAllocator
 from offload.nvme.files import OpenFile, Preallocator, describe_os_error, open_os_file
 from offload.nvme.handle import Handle
 from offload.nvme.ordering import TransferOrder
-from offload.nvme.request_io import BOUNCE_BYTES, CorruptBlock, RequestIo, new_bounce_buffer
+from offload.nvme.request_io import (
+    BOUNCE_BYTES,
+    CorruptBlock,
+    Drive,
+    Outcome,
+    RequestIo,
+    new_bounce_buffer,
+)
 from offload.nvme.stats import CAUSES, LaneStats, StoreStats
 from offload.nvme.table import BlockTable, RetainedBlocks, StoredBlock
 from offload.nvme.transfers import Direction, Request, Transfer, TransferQueue
@@ -83,9 +90,8 @@ class NvmeStore:
         self._table = BlockTable(
             ExtentAllocator(capacity_bytes, self.access.alignment_bytes, base_offset)
         )
-        self._io = RequestIo(
-            self._file, self.access, Preallocator(self._file, base_offset, file_bytes)
-        )
+        drive = Drive(self._file, Preallocator(self._file, base_offset, file_bytes))
+        self._io = RequestIo([drive], self.access)
         self._queue = TransferQueue(request_bytes, transfers_max)
         self._order = TransferOrder(self._table, self._queue)
         self._lanes = {direction: LaneStats() for direction in Direction}
@@ -165,6 +171,14 @@ class NvmeStore:
                 self._queue.leave()
                 raise
             return self._submit(Direction.READ, block, data, length_bytes, cause, deadline, None)
+
+    def hurry(self, handle: Handle, deadline: int) -> None:
+        """Make a transfer in flight at least as urgent as `deadline`; does not block.
+
+        For what was prefetched and is now waited for. A finished transfer is left alone.
+        """
+        with self._queue.lock:
+            self._queue.hurry(handle, deadline)
 
     def contains(self, block: str) -> bool:
         """Whether `block` is stored or being written; does not block."""
@@ -330,19 +344,23 @@ class NvmeStore:
         self._order.start(transfer)
         return transfer.handle
 
-    def _complete(self, request: Request, padding_bytes: int, error: BaseException | None) -> None:
-        transfer, finished = request.transfer, []
+    def _complete(self, requests: list[Request], outcomes: list[Outcome]) -> None:
+        finished: list[Transfer] = []
         with self._queue.lock:
-            transfer.running -= 1
-            if error is not None:
-                transfer.error = transfer.error or error
-                if not isinstance(error, CorruptBlock):
-                    self._queue.latch(error)
-            elif not request.skip:
-                lane = self._lanes[transfer.direction]
-                lane.count(transfer.cause, request.stop - request.start, padding_bytes)
-            if transfer.running == 0 and (transfer.exhausted or transfer.error is not None):
-                finished = self._order.settle(transfer)
+            lane = self._lanes[requests[0].transfer.direction]
+            lane.num_requests += not requests[0].skip
+            for request, outcome in zip(requests, outcomes):
+                transfer, error = request.transfer, outcome.error
+                transfer.running -= 1
+                if error is not None:
+                    transfer.error = transfer.error or error
+                    if not isinstance(error, CorruptBlock):
+                        self._queue.latch(error)
+                elif not request.skip:
+                    payload_bytes = request.stop - request.start
+                    lane.count(transfer.cause, payload_bytes, outcome.padding_bytes)
+                if transfer.running == 0 and (transfer.exhausted or transfer.error is not None):
+                    finished += self._order.settle(transfer)
         if not finished:
             return
         for done in finished:
@@ -351,14 +369,11 @@ class NvmeStore:
             self._order.leave(len(finished))
 
     def _work(self, bounce: memoryview) -> None:
-        while (request := self._queue.take()) is not None:
-            padding_bytes, error = 0, None
-            if not request.skip:
-                try:
-                    padding_bytes = self._io.run(request, bounce)
-                except Exception as caught:
-                    error = caught  # reaches the caller at its next wait
-            self._complete(request, padding_bytes, error)
+        while (requests := self._queue.take()) is not None:
+            skip = requests[0].skip
+            outcomes = [Outcome()] if skip else self._io.run(requests, bounce)
+            self._complete(requests, outcomes)  # an error reaches the caller at its next wait
+            del requests, outcomes  # no buffer is kept while waiting for work
 
     def _check_call(self, cause: str) -> None:
         if cause not in CAUSES:

@@ -16,7 +16,8 @@ from types import MappingProxyType
 
 from offload.nvme.extents import Extent
 from offload.nvme.striping import BlockAllocator
-from ops.checksum import empty_checksums
+from ops.checksum import CHUNK_BYTES, empty_checksums
+from ops.units import round_up
 
 
 @dataclass(slots=True, eq=False)
@@ -40,6 +41,20 @@ class StoredBlock:
                 return extent.drive, extent.offset + start, extent.nbytes - start
             start -= extent.nbytes
         raise ValueError(f"byte {start} behind the last extent")
+
+    def one_drive_until(self, start: int, stop: int) -> int:
+        """Where a request for bytes `[start, stop)` should end to stay on one drive.
+
+        `start` is a multiple of a checksum chunk, and so is the result, unless it is `stop`.
+        """
+        if len(self.extents) == 1:
+            return stop
+        drive, end = self.locate(start)[0], 0
+        for extent in self.extents:
+            if end > start and extent.drive != drive:
+                return min(stop, round_up(end, CHUNK_BYTES))
+            end += extent.nbytes
+        return stop
 
 
 class RetainedBlocks:

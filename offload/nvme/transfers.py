@@ -2,8 +2,12 @@
 
 A transfer moves one block; it is cut into requests as workers become free, so the queue holds
 transfers, not requests. The smallest `deadline` runs first, reads before writes on ties, then in
-the order of submission. A transfer that has to run after another one (a read of a block being
-written, a second write of it) becomes ready when that one finishes, and lends it its own urgency.
+the order of submission: what is urgent waits for no more than the requests that workers have in
+hand. A transfer that has to run after another one (a read of a block being written, a second write
+of it) becomes ready when that one finishes, and lends it its own urgency.
+
+Small ready transfers of one direction that are neighbours on the drive are handed out together, up
+to the size of a request: whoever comes first takes the others along, whatever their deadlines.
 
 Invariants: at most `num_transfers_max` transfers are admitted and not finished; a transfer finishes
 exactly once, and never while a worker has a request of it. The first I/O failure is latched: from
@@ -18,11 +22,14 @@ import enum
 import heapq
 import itertools
 import threading
+from collections import deque
 from dataclasses import dataclass, field
 
 from offload.nvme.handle import Handle
 from offload.nvme.table import StoredBlock
 from ops.errors import StorageError
+
+NEIGHBOURS_MAX = 256  # in one system call: each may need two buffers, of 1024 that Linux takes
 
 
 class Direction(enum.IntEnum):
@@ -83,6 +90,10 @@ class TransferQueue:
         self._request_bytes = request_bytes
         self._ready: list[tuple[int, int, int, Transfer]] = []
         self._sequence = itertools.count()
+        self._unfinished: dict[Handle, Transfer] = {}
+        # The small transfers that are ready, by where they begin and end on the disk.
+        self._small_from: dict[tuple[Direction, int, int], Transfer] = {}
+        self._small_to: dict[tuple[Direction, int, int], Transfer] = {}
 
     def check(self) -> None:
         """Raise the latched failure, or StorageError after close has begun."""
@@ -107,33 +118,45 @@ class TransferQueue:
 
     def add(self, transfer: Transfer) -> None:
         """Queue an admitted transfer; it becomes ready once `runs_after` has finished."""
+        self._unfinished[transfer.handle] = transfer
         before = transfer.runs_after
         if before is None:
             self.make_ready(transfer)
             return
         before.dependents.append(transfer)
-        while before is not None and before.deadline > transfer.deadline:
-            before.deadline = transfer.deadline
-            if before.runs_after is None and not before.exhausted:
-                self._push(before)
-            before = before.runs_after
+        self._lend(transfer.deadline, before)
+
+    def hurry(self, handle: Handle, deadline: int) -> None:
+        """Make a transfer, and what it waits for, at least as urgent as `deadline`."""
+        self._lend(deadline, self._unfinished.get(handle))
 
     def make_ready(self, transfer: Transfer) -> None:
-        """Let workers take requests of `transfer`."""
+        """Let workers take requests of `transfer`, whose `stored` is known by now."""
         transfer.runs_after = None
         self._push(transfer)
-        self._work.notify(-(-transfer.nbytes // self._request_bytes) or 1)
+        stored = transfer.stored
+        assert stored is not None
+        if self._is_small(transfer, stored):
+            start, end = _range_on_disk(transfer, stored)
+            self._small_from[start], self._small_to[end] = transfer, transfer
+        num_requests = -(-transfer.nbytes // self._request_bytes) or 1
+        self._work.notify(max(num_requests, len(stored.extents)))
 
-    def take(self) -> Request | None:
+    def settled(self, transfer: Transfer) -> None:
+        """Forget `transfer`: it has finished."""
+        del self._unfinished[transfer.handle]
+
+    def take(self) -> list[Request] | None:
         """For workers: wait for the most urgent request; None when the queue was stopped.
 
+        Several come together when they are neighbours on the drive, in the order of their places.
         Raises nothing. `lock` must not be held.
         """
         with self.lock:
             while True:
-                request = self._next()
-                if request is not None:
-                    return request
+                requests = self._next()
+                if requests:
+                    return requests
                 if self._stopped:
                     return None
                 self._work.wait()
@@ -154,6 +177,14 @@ class TransferQueue:
         self._stopped = True
         self._work.notify_all()
 
+    def _lend(self, deadline: int, transfer: Transfer | None) -> None:
+        """Give `deadline` to `transfer` and all it runs after, where it is more urgent."""
+        while transfer is not None and transfer.deadline > deadline:
+            transfer.deadline = deadline
+            if transfer.runs_after is None and not transfer.exhausted:
+                self._push(transfer)
+            transfer = transfer.runs_after
+
     def _push(self, transfer: Transfer) -> None:
         order = (transfer.deadline, int(transfer.direction), next(self._sequence), transfer)
         heapq.heappush(self._ready, order)
@@ -165,8 +196,8 @@ class TransferQueue:
                     most_urgent.setdefault(id(entry[3]), entry)
             self._ready = list(most_urgent.values())
 
-    def _next(self) -> Request | None:
-        """Cut the next request off the first transfer that still has one."""
+    def _next(self) -> list[Request]:
+        """Cut the next request off the first transfer that still has one; none: empty."""
         while self._ready:
             transfer = self._ready[0][3]
             if transfer.exhausted or transfer.error is not None:
@@ -176,17 +207,67 @@ class TransferQueue:
             if self.failure is not None:
                 heapq.heappop(self._ready)
                 transfer.error = self.failure
-                transfer.exhausted = True
+                self._exhaust(transfer)
                 if transfer.running:
                     continue
                 transfer.running = 1
-                return Request(transfer, 0, 0, skip=True)
+                return [Request(transfer, 0, 0, skip=True)]
+            neighbours = self._neighbours(transfer)
+            if len(neighbours) > 1:
+                return [self._cut(neighbour, neighbour.nbytes) for neighbour in neighbours]
+            assert transfer.stored is not None
             start = transfer.next_start
             stop = min(start + self._request_bytes, transfer.nbytes)
-            transfer.next_start = stop
-            transfer.running += 1
-            if stop == transfer.nbytes:
-                transfer.exhausted = True
-                heapq.heappop(self._ready)
-            return Request(transfer, start, stop, skip=False)
-        return None
+            return [self._cut(transfer, transfer.stored.one_drive_until(start, stop))]
+        return []
+
+    def _cut(self, transfer: Transfer, stop: int) -> Request:
+        request = Request(transfer, transfer.next_start, stop, skip=False)
+        transfer.next_start = stop
+        transfer.running += 1
+        if stop == transfer.nbytes:
+            self._exhaust(transfer)  # and stays in the heap until it comes up there
+        return request
+
+    def _exhaust(self, transfer: Transfer) -> None:
+        transfer.exhausted = True
+        if transfer.stored is not None and self._is_small(transfer, transfer.stored):
+            start, end = _range_on_disk(transfer, transfer.stored)
+            for index, key in ((self._small_from, start), (self._small_to, end)):
+                if index.get(key) is transfer:  # and not another read of the same block
+                    del index[key]
+
+    def _is_small(self, transfer: Transfer, stored: StoredBlock) -> bool:
+        return 0 < transfer.nbytes < self._request_bytes and len(stored.extents) == 1
+
+    def _neighbours(self, transfer: Transfer) -> list[Transfer]:
+        """`transfer` and the small ready ones beside it, by their places, a request at most."""
+        run = deque([transfer])
+        stored = transfer.stored
+        assert stored is not None
+        if not self._is_small(transfer, stored):
+            return [transfer]
+        start, end = _range_on_disk(transfer, stored)
+        room = self._request_bytes - stored.extents[0].nbytes
+        for index, place, append in (
+            (self._small_from, end, run.append),
+            (self._small_to, start, run.appendleft),
+        ):
+            while len(run) < NEIGHBOURS_MAX and (other := index.get(place)) is not None:
+                assert other.stored is not None
+                room -= other.stored.extents[0].nbytes
+                if room < 0:
+                    break
+                append(other)
+                ends = _range_on_disk(other, other.stored)
+                place = ends[1] if index is self._small_from else ends[0]
+        return list(run)
+
+
+def _range_on_disk(
+    transfer: Transfer, stored: StoredBlock
+) -> tuple[tuple[Direction, int, int], tuple[Direction, int, int]]:
+    """Keys of where a transfer of one extent begins and where it ends."""
+    extent, direction = stored.extents[0], transfer.direction
+    end = extent.offset + extent.nbytes
+    return (direction, extent.drive, extent.offset), (direction, extent.drive, end)

@@ -38,6 +38,13 @@ def _write(store, block, nbytes=UNIT, seed=0, **options):
     return store.write(block, filled_buffer(nbytes, seed=seed), "update", **options)
 
 
+def _write_apart(store, block, nbytes, **options):
+    """A write whose place on the disk has no neighbour: it is moved alone."""
+    handle = _write(store, block, nbytes, **options)
+    store._table.allocator.allocate(UNIT)
+    return handle
+
+
 def _moved_bytes(file, skip):
     """(verb, bytes) of each call: blocks of these tests differ in size."""
     return [(verb, nbytes) for verb, _, nbytes in file.ranges if verb in ("read", "write")][skip:]
@@ -50,11 +57,11 @@ def test_smaller_deadlines_first_and_reads_before_writes_on_ties(open_store):
     plug = _write(store, "plug", 11)
     gate.wait_entered()
     handles = [plug]
-    handles.append(_write(store, "w", 100, deadline=5))
+    handles.append(_write_apart(store, "w", 100, deadline=5))
     handles.append(store.read("stored", filled_buffer(10), "update", deadline=5))
-    handles.append(_write(store, "x", 200, deadline=9))
-    handles.append(_write(store, "y", 300, deadline=1))
-    handles.append(_write(store, "z", 400, deadline=5))
+    handles.append(_write_apart(store, "x", 200, deadline=9))
+    handles.append(_write_apart(store, "y", 300, deadline=1))
+    handles.append(_write_apart(store, "z", 400, deadline=5))
     gate.open()
     wait_all(handles)
     expected = [("write", 300), ("read", 10), ("write", 100), ("write", 400), ("write", 200)]
@@ -77,9 +84,9 @@ def test_a_read_lends_its_urgency_to_the_writes_it_waits_for(open_store):
     store, file = open_store(gate)
     handles = [_write(store, "plug", 1)]
     gate.wait_entered()
-    handles.append(_write(store, "other", 100, deadline=5))
-    handles.append(_write(store, "a", 200, seed=1, deadline=9))
-    handles.append(_write(store, "a", 300, seed=2, deadline=9))
+    handles.append(_write_apart(store, "other", 100, deadline=5))
+    handles.append(_write_apart(store, "a", 200, seed=1, deadline=9))
+    handles.append(_write_apart(store, "a", 300, seed=2, deadline=9))
     read = filled_buffer(300)
     handles.append(store.read("a", read, "update", deadline=0))
     gate.open()
@@ -87,6 +94,57 @@ def test_a_read_lends_its_urgency_to_the_writes_it_waits_for(open_store):
     expected = [("write", 200), ("write", 300), ("read", 300), ("write", 100)]
     assert _moved_bytes(file, skip=1) == expected
     assert (read == filled_buffer(300, seed=2)).all()
+
+
+@pytest.mark.parametrize("bulk", ["read", "write"])
+def test_an_urgent_read_overtakes_queued_bulk_at_the_next_request(open_store, bulk):
+    gate = Gate(bulk, at_op=0 if bulk == "read" else 5)
+    store, file = open_store(gate, request_bytes=MIB)
+    _write(store, "large", 4 * MIB).wait()
+    _write(store, "needed", 100).wait()
+    move = store.read if bulk == "read" else store.write
+    handles = [
+        move("large", filled_buffer(4 * MIB), "update", deadline=deadline) for deadline in (50, 51)
+    ]
+    gate.wait_entered()
+    handles.append(store.read("needed", filled_buffer(100), "update", deadline=3))
+    gate.open()
+    wait_all(handles)
+    expected = [(bulk, MIB), ("read", 100)] + [(bulk, MIB)] * 7
+    assert _moved_bytes(file, skip=5) == expected
+
+
+def test_a_queued_read_can_be_hurried(open_store):
+    """Prefetched for later, and now compute waits for it."""
+    gate = Gate("read")
+    store, file = open_store(gate)
+    for number in range(4):
+        _write_apart(store, f"b{number}", 100 + number).wait()
+    handles = [
+        store.read(f"b{n}", filled_buffer(100 + n), "update", deadline=n) for n in (0, 1, 2, 3)
+    ]
+    gate.wait_entered()
+    store.hurry(handles[3], 0)
+    store.hurry(handles[2], 9)  # never less urgent than it was
+    gate.open()
+    wait_all(handles)
+    store.drain()
+    store.hurry(handles[1], -5)  # finished long ago
+    assert _moved_bytes(file, skip=4) == [("read", 100 + n) for n in (0, 3, 1, 2)]
+
+
+def test_hurrying_a_read_hurries_the_writes_it_waits_for(open_store):
+    gate = Gate("write")
+    store, file = open_store(gate)
+    handles = [_write(store, "plug", 1)]
+    gate.wait_entered()
+    handles.append(_write_apart(store, "other", 100, deadline=5))
+    handles.append(_write_apart(store, "a", 200, deadline=9))
+    handles.append(store.read("a", filled_buffer(200), "update", deadline=9))
+    store.hurry(handles[-1], 1)
+    gate.open()
+    wait_all(handles)
+    assert _moved_bytes(file, skip=1) == [("write", 200), ("read", 200), ("write", 100)]
 
 
 def test_lending_urgency_many_times_keeps_the_queue_bounded(open_store):
