@@ -14,7 +14,7 @@ BENCHMARKS := $(basename $(notdir $(sort $(wildcard benchmarks/bench_*.py))))
 
 SUITABLE := import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 12))
 
-.PHONY: help setup train test checks bench clean
+.PHONY: help setup train test checks bench bench-store clean
 
 help:
 	@echo "make train   train the shipped model (about 3 minutes after installation)"
@@ -22,6 +22,7 @@ help:
 	@echo "make setup   make the environment $(VENV) alone"
 	@echo "make checks  formatting, lint, types, architecture"
 	@echo "make bench   measure beside peers; prints JSON lines"
+	@echo "make bench-store  the NVMe store beside fio; prints JSON lines"
 	@echo "make clean   remove the environment and caches"
 
 setup: $(STAMP)
@@ -68,6 +69,9 @@ $(BENCH_STAMP): $(STAMP)
 
 bench: $(BENCH_STAMP)
 	@set -e; for name in $(BENCHMARKS); do $(BIN)/python -m benchmarks.$$name; done
+
+bench-store: setup
+	@$(BIN)/python -m benchmarks.bench_nvme --require-fio
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

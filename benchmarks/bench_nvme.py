@@ -1,34 +1,41 @@
-"""Whole blocks through the NVMe store, every byte checksummed, beside fio and beside a bare loop.
+"""Whole blocks through the NVMe store, every byte checksummed, beside fio on the same file.
 
-Ours: `NvmeStore.write` / `read` of blocks of 32 MiB, from the call until the last handle is done.
-References, each with direct I/O, the same request size and depth, over as many bytes in the same
-directory, and without looking at the bytes:
+Ours: `NvmeStore.write` / `read` of blocks as a small model has them (an expert's weight of 4.1 MiB
+and its state of 20.6 MiB) and of 64 MiB, from the call until the last handle is done. References,
+which look at no byte:
 
-- fio (where it is installed);
-- threads that do nothing but preadv / pwritev, on as much memory as ours. It is the harder one
-  where huge pages can be had: our and the loop's memory asks for them, fio's does not, so that
-  fio's requests reach the drive in more pieces.
+- fio with direct I/O, the same request size and depth, over as many bytes of the store's own data
+  file; with io_uring or with one thread a request (psync), whichever is faster here;
+- `--loop`, and without fio: threads that do nothing but preadv / pwritev, on as much memory as
+  ours. It is the harder one where huge pages can be had: our and the loop's memory asks for them,
+  fio's does not, so that fio's requests reach the drive in more pieces.
+
+`--mix` measures instead how reads and writes share the drive: as many bytes read as written, in
+turns of so many MiB, beside all reads followed by all writes. A ratio above 1 says that turns of
+that size are worth while on this drive; what moves at once is the turn of "all".
 
 Nothing is flushed. Data is random. Run from the repository root:
 
-    python -m benchmarks.bench_nvme [--directory .] [--mib 512] [--workers 8] [--request-mib 4]
-        [--engine io_uring] [--pairs 9]
+    python -m benchmarks.bench_nvme [--directory .] [--mib 768] [--workers 8] [--request-mib 4]
+        [--pairs 9] [--loop] [--mix] [--require-fio]
 
-Needs four times `--mib` of free disk (blocks are written out of place), and removes its files.
+Needs three times `--mib` of free disk (blocks are written out of place), and removes its files.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
-import itertools
 import json
 import os
 import shutil
+import statistics
 import subprocess
+import sys
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -39,66 +46,89 @@ from offload.nvme.handle import wait_all
 from offload.nvme.store import NvmeStore
 
 MIB = 1 << 20
-BLOCK_BYTES = 32 * MIB
+EXPERT_PARAMETERS = 3 * 1024 * 704  # of small-moe
+BLOCK_BYTES = {
+    "4.1MiB": 2 * EXPERT_PARAMETERS,  # bf16 weight
+    "20.6MiB": 10 * EXPERT_PARAMETERS,  # residual and both moments
+    "64MiB": 64 * MIB,
+}
+TURNS_MIB = (4, 16, 64, 256, 512)
 
 
 def random_memory(nbytes: int, seed: int) -> npt.NDArray[np.uint8]:
     """Random bytes, uint8 [nbytes], that start on a page."""
     memory = aligned_buffer(nbytes, 4096)
     generator = np.random.default_rng(seed)
-    for start in range(0, nbytes, BLOCK_BYTES):
-        part = memory[start : start + BLOCK_BYTES]
+    for start in range(0, nbytes, 32 * MIB):
+        part = memory[start : start + 32 * MIB]
         part[:] = np.frombuffer(generator.bytes(part.nbytes), np.uint8)
     return memory
 
 
 class Ours:
-    """A store with `total_bytes` in blocks, and one buffer per block."""
+    """A store whose blocks of one size fill `memory`, one buffer a block."""
 
-    def __init__(self, directory: str, total_bytes: int, workers: int, request_bytes: int) -> None:
-        self.store = NvmeStore(
-            os.path.join(directory, "store"),
-            2 * total_bytes,
-            workers=workers,
-            request_bytes=request_bytes,
-        )
-        self.total_bytes = total_bytes
-        memory = random_memory(total_bytes, seed=0)
-        self._buffers = [
-            memory[start : start + BLOCK_BYTES] for start in range(0, total_bytes, BLOCK_BYTES)
-        ]
+    def __init__(
+        self, directory: str, memory: npt.NDArray[np.uint8], block_bytes: int, **options: Any
+    ) -> None:
+        starts = range(0, memory.nbytes - block_bytes + 1, block_bytes)
+        self.buffers = [memory[start : start + block_bytes] for start in starts]
+        self.total_bytes = block_bytes * len(self.buffers)
+        self.store = NvmeStore(os.path.join(directory, "store"), 2 * self.total_bytes, **options)
         for _ in range(2):  # both places of every block exist on the disk before anything counts
-            self.write()
+            self.move("write")
 
-    def write(self) -> float:
-        """MB/s of writing every block once."""
-        return self._speed(self.store.write)
+    def move(self, verb: str, blocks: Iterable[int] | None = None) -> None:
+        """Write or read (and verify) these blocks, or all."""
+        wait_all(self.submit(verb, range(len(self.buffers)) if blocks is None else blocks))
 
-    def read(self) -> float:
-        """MB/s of reading and verifying every block once."""
-        return self._speed(self.store.read)
+    def submit(self, verb: str, blocks: Iterable[int]) -> list:
+        """The handles of these blocks' transfers."""
+        call = getattr(self.store, verb)
+        return [call(f"block.{n}", self.buffers[n], "update", deadline=n) for n in blocks]
 
-    def _speed(self, call: Callable) -> float:
-        def move() -> None:
-            wait_all(
-                [
-                    call(f"block.{index}", buffer, "update", deadline=index)
-                    for index, buffer in enumerate(self._buffers)
-                ]
-            )
-
-        return self.total_bytes / 1e6 / seconds_of(move)
+    def speed(self, verb: str) -> float:
+        """MB/s of moving every block once."""
+        return self.total_bytes / 1e6 / seconds_of(lambda: self.move(verb))
 
 
-def fio_speed(path: str, verb: str, total_bytes: int, depth: int, bs: int, engine: str) -> float:
-    """MB/s that fio reports for one pass over `path`."""
-    command = [
-        *("fio", "--name=reference", f"--filename={path}", f"--rw={verb}", f"--bs={bs}"),
-        *("--direct=1", f"--ioengine={engine}", f"--iodepth={depth}", f"--size={total_bytes}"),
-        "--output-format=json",
-    ]
-    report = json.loads(subprocess.run(command, check=True, capture_output=True).stdout)
-    return report["jobs"][0][verb]["bw_bytes"] / 1e6
+class Fio:
+    """fio on a file that is as long as it needs, with one of its engines."""
+
+    ENGINES = ("io_uring", "psync")
+
+    def __init__(self, path: str, total_bytes: int, depth: int, request_bytes: int) -> None:
+        self._path = path
+        self._depth = depth
+        self._request_bytes = request_bytes
+        stride = depth * request_bytes
+        self._total_bytes = total_bytes // stride * stride
+
+    def speed(self, engine: str, verb: str) -> float:
+        """MB/s that fio reports for one pass."""
+        if engine == "psync":
+            size = self._total_bytes // self._depth
+            lanes = [f"--numjobs={self._depth}", f"--offset_increment={size}", f"--size={size}"]
+        else:
+            lanes = [f"--iodepth={self._depth}", f"--size={self._total_bytes}"]
+        command = [
+            *("fio", "--name=fio", f"--filename={self._path}", f"--rw={verb}", "--direct=1"),
+            *(f"--bs={self._request_bytes}", f"--ioengine={engine}", *lanes),
+            *("--thread", "--group_reporting", "--output-format=json"),
+        ]
+        report = json.loads(subprocess.run(command, check=True, capture_output=True).stdout)
+        return report["jobs"][0][verb]["bw_bytes"] / 1e6
+
+    def fastest(self, verb: str, rounds: int = 3) -> str:
+        """The engine with the best median here and now, of those that this machine lets run."""
+        speeds: dict[str, list[float]] = {}
+        for _ in range(rounds):
+            for engine in self.ENGINES:
+                try:
+                    speeds.setdefault(engine, []).append(self.speed(engine, verb))
+                except (subprocess.CalledProcessError, ValueError, KeyError):
+                    continue  # io_uring may be forbidden
+        return max(speeds, key=lambda engine: statistics.median(speeds[engine]))
 
 
 class PlainLoop:
@@ -132,46 +162,112 @@ class PlainLoop:
         return self._total_bytes / 1e6 / seconds_of(run)
 
 
-def main() -> None:
-    """Measure both directions and print one JSON line each."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--directory", default=".")
-    parser.add_argument("--mib", type=int, default=512)
-    parser.add_argument("--workers", type=int, default=8)
-    parser.add_argument("--request-mib", type=int, default=4)
-    parser.add_argument("--engine", default="io_uring")
-    parser.add_argument("--pairs", type=int, default=9)
-    parser.add_argument("--loop", action="store_true", help="beside the bare loop as well as fio")
-    options = parser.parse_args()
-    total_bytes, bs = options.mib * MIB, options.request_mib * MIB
-    with tempfile.TemporaryDirectory(prefix="bench-nvme-", dir=options.directory) as directory:
-        references: list[tuple[str, str, Callable[[str], float]]] = []
-        if options.loop or not shutil.which("fio"):
-            loop = PlainLoop(os.path.join(directory, "loop.bin"), total_bytes, options.workers, bs)
-            references.append(("_loop", "preadv/pwritev loop", loop.speed))
-        if shutil.which("fio"):
-            path = os.path.join(directory, "fio.bin")
-
-            def fio(verb: str) -> float:
-                return fio_speed(path, verb, total_bytes, options.workers, bs, options.engine)
-
-            references.insert(0, ("", f"fio {options.engine}", fio))
-        ours = Ours(directory, total_bytes, options.workers, bs)
-        with ours.store:
-            for (suffix, name, reference), verb in itertools.product(references, ("write", "read")):
+def measure_blocks(directory: str, options: argparse.Namespace) -> None:
+    """Each block size, written and read, beside each reference."""
+    memory = random_memory(options.mib * MIB, seed=0)
+    request_bytes = options.request_mib * MIB
+    has_fio = shutil.which("fio") is not None
+    loop = None
+    if options.loop or not has_fio:
+        path = os.path.join(directory, "loop.bin")
+        loop = PlainLoop(path, memory.nbytes, options.workers, request_bytes)
+    for size, block_bytes in BLOCK_BYTES.items():
+        settings = {"workers": options.workers, "request_bytes": request_bytes}
+        ours = Ours(directory, memory, block_bytes, **settings)
+        fio = Fio(
+            os.path.join(ours.store.directory, "data.bin"),
+            ours.total_bytes,
+            options.workers,
+            request_bytes,
+        )
+        for verb in ("write", "read"):
+            references: list[tuple[str, str, Callable[[], float]]] = []
+            if has_fio:
+                engine = fio.fastest(verb)
+                speed = functools.partial(fio.speed, engine, verb)
+                references.append(("fio", f"fio {engine}", speed))
+            if loop is not None:
+                speed = functools.partial(loop.speed, verb)
+                references.append(("loop", "preadv/pwritev loop", speed))
+            ours.move("write")  # fio has written over the blocks
+            for prefix, name, reference in references:
                 compare(
-                    f"nvme_{verb}{suffix}",
+                    f"{prefix}_{verb}_{size}",
                     "MB/s",
-                    ours.write if verb == "write" else ours.read,
-                    functools.partial(reference, verb),
+                    functools.partial(ours.speed, verb),
+                    reference,
                     name,
                     options.pairs,
-                    total_bytes=total_bytes,
-                    request_bytes=bs,
-                    workers=options.workers,
+                    total_bytes=ours.total_bytes,
+                    block_bytes=block_bytes,
                     direct=ours.store.access.direct,
+                    **settings,
                 )
+        ours.store.close(delete=True)
+
+
+def measure_mix(directory: str, options: argparse.Namespace) -> None:
+    """Reads and writes in turns of several sizes, beside one after the other."""
+    memory = random_memory(options.mib * MIB, seed=0)
+    settings = {"workers": options.workers, "request_bytes": options.request_mib * MIB}
+    ours = Ours(directory, memory, 4 * MIB, **settings)
+    half = len(ours.buffers) // 2
+    reads, writes = range(half), range(half, 2 * half)
+    moved_bytes = 2 * half * 4 * MIB
+
+    def in_turns(blocks: int) -> float:
+        def move() -> None:
+            for start in range(0, half, blocks):
+                ours.move("read", reads[start : start + blocks])
+                ours.move("write", writes[start : start + blocks])
+
+        return moved_bytes / 1e6 / seconds_of(move)
+
+    def at_once() -> float:
+        def move() -> None:
+            handles = []
+            for block_read, block_written in zip(reads, writes):
+                handles += ours.submit("read", [block_read])
+                handles += ours.submit("write", [block_written])
+            wait_all(handles)
+
+        return moved_bytes / 1e6 / seconds_of(move)
+
+    turns = {f"{mib}MiB": functools.partial(in_turns, mib // 4) for mib in TURNS_MIB}
+    for name, run in (turns | {"all": at_once}).items():
+        serial = functools.partial(in_turns, half)
+        compare(
+            f"mix_{name}",
+            "MB/s",
+            run,
+            serial,
+            "all reads, then all writes",
+            options.pairs,
+            moved_bytes=moved_bytes,
+            **settings,
+        )
+    ours.store.close(delete=True)
+
+
+def main() -> int:
+    """Measure and print one JSON line each; 2 when fio is required and missing."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--directory", default=".")
+    parser.add_argument("--mib", type=int, default=768)
+    parser.add_argument("--workers", type=int, default=8)
+    parser.add_argument("--request-mib", type=int, default=4)
+    parser.add_argument("--pairs", type=int, default=9)
+    parser.add_argument("--loop", action="store_true", help="beside the bare loop as well as fio")
+    parser.add_argument("--mix", action="store_true", help="reads and writes in turns instead")
+    parser.add_argument("--require-fio", action="store_true", help="refuse to run without fio")
+    options = parser.parse_args()
+    if options.require_fio and not shutil.which("fio"):
+        print("fio is not installed; install it (apt install fio) to measure", file=sys.stderr)
+        return 2
+    with tempfile.TemporaryDirectory(prefix="bench-nvme-", dir=options.directory) as directory:
+        (measure_mix if options.mix else measure_blocks)(directory, options)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

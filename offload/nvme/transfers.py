@@ -29,6 +29,7 @@ from offload.nvme.handle import Handle
 from offload.nvme.table import StoredBlock
 from ops.errors import StorageError
 
+TAIL_SHARE = 4  # less than this part of a request left over is moved with the last one
 NEIGHBOURS_MAX = 256  # in one system call: each may need two buffers, of 1024 that Linux takes
 
 
@@ -217,7 +218,9 @@ class TransferQueue:
                 return [self._cut(neighbour, neighbour.nbytes) for neighbour in neighbours]
             assert transfer.stored is not None
             start = transfer.next_start
-            stop = min(start + self._request_bytes, transfer.nbytes)
+            stop = start + self._request_bytes
+            if transfer.nbytes - stop < self._request_bytes // TAIL_SHARE:
+                stop = transfer.nbytes
             return [self._cut(transfer, transfer.stored.one_drive_until(start, stop))]
         return []
 

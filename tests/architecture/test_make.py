@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 from tests.architecture.sources import ROOT
@@ -63,3 +64,17 @@ def test_a_current_environment_is_left_alone(tmp_path: Path) -> None:
     result = make_setup(tmp_path, python3=SUITABLE.format(log=log))
     assert result.returncode == 0
     assert not log.exists()
+
+
+def test_without_fio_the_store_benchmark_says_so_in_one_line() -> None:
+    result = subprocess.run(
+        [sys.executable, "-m", "benchmarks.bench_nvme", "--require-fio"],
+        cwd=ROOT,
+        env={**os.environ, "PATH": "/nowhere"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert result.returncode == 2 and result.stdout == ""
+    assert result.stderr.startswith("fio is not installed") and result.stderr.count("\n") == 1
