@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 
 from launch.config import RuntimeConfig
+from launch.cores import confine
 from ops.errors import ConfigError
 
 PYTHON_VERSIONS = ((3, 10), (3, 11), (3, 12))
@@ -21,7 +22,8 @@ _REPORTED = ("headrace", "mindspore", "numpy", "numba", "ml-dtypes", "xxhash", "
 
 
 def prepare(runtime: RuntimeConfig) -> None:
-    """Check interpreter and packages, then set the variables MindSpore, OpenMP and Numba read.
+    """Check interpreter and packages, then set the process's cores and the variables MindSpore,
+    OpenMP and Numba read.
 
     Call it before anything imports MindSpore or NumPy. Raises ConfigError when a package is
     missing or of the wrong version, or when MindSpore is already loaded with other settings.
@@ -30,6 +32,7 @@ def prepare(runtime: RuntimeConfig) -> None:
     check_numpy()
     check_mindspore()
     check_fpmath(runtime)
+    confine(runtime.threads)
     wanted = variables(runtime)
     if "mindspore" in sys.modules:
         key = "ONEDNN_DEFAULT_FPMATH_MODE"

@@ -1,0 +1,164 @@
+"""C53: cores used = cores configured, and ranks on one machine share them out."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from launch import cores, environment
+from launch.config import RuntimeConfig
+from tests.launch.helpers import ROOT, run_python
+from tests.launch.test_train_end_to_end import command
+
+NUM_CORES = len(os.sched_getaffinity(0))
+
+
+def choose(allowed, threads, rank=0, num_ranks=1, num_machine=None, current=0):
+    machine = len(allowed) if num_machine is None else num_machine
+    return cores.choose(allowed, threads, rank, num_ranks, machine, current)
+
+
+def test_all_cores_are_used_unless_fewer_are_asked_for():
+    allowed = [0, 1, 4, 5, 8, 9, 12]
+    assert choose(allowed, 0) == choose(allowed, 7) == choose(allowed, 99) == allowed
+    for threads in range(1, 7):
+        for current in (*allowed, 3, -1):
+            found = choose(allowed, threads, current=current)
+            assert len(found) == threads and set(found) <= set(allowed)
+
+
+def test_a_run_stays_in_the_block_where_the_scheduler_put_it():
+    """Two runs with two threads each on eight cores must not both take the first two."""
+    assert choose(range(8), 2, current=5) == [4, 5]
+    assert choose(range(8), 2, current=4) == [4, 5]
+    assert choose(range(8), 3, current=7) == [5, 6, 7]
+    assert choose(range(2), 1, current=1) == [1]
+
+
+@pytest.mark.parametrize("num_machine", [1, 2, 7, 16, 64])
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 8])
+def test_unbound_ranks_share_the_machine_and_no_core_is_taken_twice(num_machine, num_ranks):
+    shares = [choose(range(num_machine), 0, r, num_ranks) for r in range(num_ranks)]
+    assert all(shares)
+    if num_ranks <= num_machine:
+        assert sorted(core for share in shares for core in share) == list(range(num_machine))
+        sizes = [len(share) for share in shares]
+        assert max(sizes) - min(sizes) <= 1
+    for rank, share in enumerate(shares):
+        assert set(choose(range(num_machine), 1, rank, num_ranks, current=0)) <= set(share)
+
+
+def test_ranks_that_their_launcher_has_bound_keep_what_they_were_given():
+    assert choose([4, 5, 6, 7], 0, rank=1, num_ranks=4, num_machine=16) == [4, 5, 6, 7]
+    assert choose([3], 0, rank=3, num_ranks=4, num_machine=4) == [3]
+
+
+def test_ranks_bound_to_a_socket_share_it():
+    sockets = [range(16), range(16), range(16, 32), range(16, 32)]
+    shares = [choose(sockets[r], 0, r, 4, num_machine=32) for r in range(4)]
+    assert all(len(share) == 4 for share in shares)
+    assert len({core for share in shares for core in share}) == 16
+
+
+def test_the_launchers_variables_are_understood_and_nonsense_is_not():
+    open_mpi = {"OMPI_COMM_WORLD_LOCAL_RANK": "3", "OMPI_COMM_WORLD_LOCAL_SIZE": "4"}
+    assert cores.local_rank(open_mpi) == (3, 4)
+    assert cores.local_rank({"MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}) == (1, 2)
+    for rank, size in (("4", "4"), ("-1", "4"), ("x", "4"), ("0", "")):
+        wrong = {"OMPI_COMM_WORLD_LOCAL_RANK": rank, "OMPI_COMM_WORLD_LOCAL_SIZE": size}
+        assert cores.local_rank(wrong) == (0, 1)
+    assert cores.local_rank({}) == (0, 1)
+
+
+PREPARED = """
+import os, sys
+from launch import environment
+from launch.config import RuntimeConfig
+environment.prepare(RuntimeConfig(threads=int(sys.argv[1])))
+print(sorted(os.sched_getaffinity(0)), RuntimeConfig().num_threads, os.environ["OMP_NUM_THREADS"])
+"""
+
+
+def prepared(threads: int, **variables: str) -> tuple[list[int], int, int]:
+    """(cores, threads that 0 would mean, OMP_NUM_THREADS) of a process after `prepare`."""
+    result = run_python(PREPARED, str(threads), env=os.environ | variables)
+    assert result.returncode == 0, result.stderr
+    listed, _, rest = result.stdout.partition("]")
+    default, omp = rest.split()
+    return [int(core) for core in listed.strip("[").split(",")], int(default), int(omp)
+
+
+def test_preparing_confines_the_process_and_its_libraries():
+    found, default, omp = prepared(1)
+    assert (len(found), default, omp) == (1, 1, 1)
+    found, default, omp = prepared(0)
+    assert len(found) == default == omp == NUM_CORES
+
+
+@pytest.mark.skipif(NUM_CORES < 2, reason="two cores are to be shared")
+def test_two_ranks_of_a_launcher_compute_on_different_cores():
+    shares = []
+    for rank in ("0", "1"):
+        variables = {"OMPI_COMM_WORLD_LOCAL_RANK": rank, "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
+        found, default, omp = prepared(0, **variables)
+        assert len(found) == default == omp
+        shares.append(set(found))
+    assert not shares[0] & shares[1] and sum(map(len, shares)) == NUM_CORES
+
+
+# Looks at every thread of the real command after every step, and at the time they have used.
+WATCHED = """
+import os, time
+import launch.build
+from launch.trace_observer import TraceObserver
+allowed = set()
+def look(self, record):
+    for task in os.listdir("/proc/self/task"):
+        allowed.update(os.sched_getaffinity(int(task)))
+TraceObserver.on_step = look
+run = launch.build._run
+def measured(*arguments):
+    used, wall = time.process_time(), time.perf_counter()
+    failure = run(*arguments)
+    used, wall = time.process_time() - used, time.perf_counter() - wall
+    names = [open(f"/proc/self/task/{t}/comm").read() for t in os.listdir("/proc/self/task")]
+    assert any(name.startswith("ActorThread") for name in names), names
+    print("measured", len(allowed), used, wall)
+    return failure
+launch.build._run = measured
+from launch.cli import main
+main()
+"""
+
+
+@pytest.mark.parametrize("threads", sorted({1, min(2, NUM_CORES)}))
+def test_a_run_uses_as_many_cores_as_it_is_given(tmp_path, threads):
+    """MindSpore's threads, the updater's, the mover's, the store's: all of them together."""
+    arguments = command(tmp_path, "--set", f"runtime.threads={threads}")[3:]
+    result = subprocess.run(
+        [sys.executable, "-c", WATCHED, *arguments],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=300,
+    )
+    assert result.returncode == 0, result.stderr
+    (line,) = [line for line in result.stdout.splitlines() if line.startswith("measured")]
+    num_allowed, used_s, wall_s = (float(word) for word in line.split()[1:])
+    assert num_allowed == threads
+    assert used_s <= 1.05 * threads * wall_s + 0.05
+
+
+def test_refused_settings_leave_the_cores_alone(monkeypatch):
+    def refuse() -> None:
+        raise environment.ConfigError("no")
+
+    called: list[int] = []
+    monkeypatch.setattr(environment, "check_mindspore", refuse)
+    monkeypatch.setattr(environment, "confine", called.append)
+    with pytest.raises(environment.ConfigError):
+        environment.prepare(RuntimeConfig(threads=1))
+    assert not called
