@@ -18,6 +18,7 @@ import pytest
 import yaml
 
 from launch.report import LANES, REPORT_KEYS, STEP_KEYS
+from offload.nvme.lock import OwnerLock
 from ops.trace import TraceReader
 from tests.launch.helpers import ROOT
 
@@ -135,7 +136,9 @@ def test_stopping_earlier_keeps_the_schedule(finished, tmp_path):
     assert [[row[key] for key in keys] for row in steps_of(tmp_path)] == wanted
 
 
-def test_a_signal_ends_the_run_after_its_step(tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda n: n.name)
+def test_a_signal_ends_the_run_after_its_step(tmp_path, number):
+    """C12: whatever was in flight ends cleanly, nothing asserts, the path is free again."""
     arguments = ["--set", "train.steps=100000"]
     process = subprocess.Popen(
         command(tmp_path, *arguments),
@@ -148,9 +151,13 @@ def test_a_signal_ends_the_run_after_its_step(tmp_path):
     for line in process.stdout:
         if "step" in line and "/100000" in line:
             break
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 130, output
+    assert "Traceback" not in output and "Error" not in output
+    lock = OwnerLock.acquire(str(tmp_path / "nvme"))
+    assert lock.previous is None, "the owner gave the directory up"
+    lock.release()
     report = json.loads((tmp_path / "run/report.json").read_text())
     assert report["exit_reason"].startswith("Stopped")
     assert report["steps"] == len(steps_of(tmp_path)) > 0
