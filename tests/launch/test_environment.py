@@ -26,7 +26,8 @@ VARIABLES = (
 
 @pytest.fixture
 def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An environment without our variables, put back afterwards."""
+    """An environment without our variables, put back afterwards; the cores stay as they are."""
+    monkeypatch.setattr(environment, "confine", lambda threads: None)
     for name in VARIABLES:
         monkeypatch.setenv(name, "to be restored")
         monkeypatch.delenv(name)
