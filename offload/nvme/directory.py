@@ -1,7 +1,8 @@
-"""Opening a store's directory: refuse early, with the key, the path and both numbers.
+"""A store's directories: names, ownership, refusals, removal.
 
-Everything here runs once, before the first transfer, and raises ConfigError; nothing here is on the
-path of a block.
+Each path has a directory for each rank, so that ranks that share a path never meet. Everything here
+runs once, before the first transfer or after the last, and raises ConfigError that names the key
+and the path.
 """
 
 from __future__ import annotations
@@ -10,13 +11,15 @@ import contextlib
 import logging
 import os
 import stat
+from collections.abc import Iterable, Sequence
 
-from offload.nvme.aligned import AccessMode, choose_access
-from offload.nvme.files import OpenFile, StorageFile, describe_os_error
+from offload.nvme.files import DirectoryFiles, describe_os_error
 from offload.nvme.lock import OwnerLock
+from offload.nvme.members import MEMBER_FILE_NAME, TEMPORARY_SUFFIX
+from offload.nvme.recovery import slot_index
 from ops.checksum import CHUNK_BYTES
 from ops.errors import ConfigError
-from ops.units import format_bytes, round_up
+from ops.units import format_bytes
 
 log = logging.getLogger(__name__)
 
@@ -25,7 +28,7 @@ REQUEST_BYTES_MAX = 8 << 20
 
 
 def check_settings(
-    capacity_bytes: int, workers: int, request_bytes: int, transfers_max: int
+    capacity_bytes: int, workers: int, request_bytes: int, transfers_max: int, keep_commits: int
 ) -> None:
     """Raise ConfigError for sizes and counts no store can have."""
     if capacity_bytes < 1:
@@ -39,77 +42,71 @@ def check_settings(
         )
     if transfers_max < 1:
         raise ConfigError(f"transfers_max: {transfers_max}; must be at least 1")
+    if keep_commits < 1:
+        raise ConfigError(f"keep_commits: {keep_commits}; must be at least 1")
+
+
+def rank_directory(path: str, rank: int) -> str:
+    """Where `rank` keeps its part of a store under `path`."""
+    return os.path.join(path, f"rank-{rank:05d}")
 
 
 def lock_directory(directory: str) -> OwnerLock:
     """Make `directory` if needed and become its owner, or raise ConfigError saying why not."""
     try:
-        os.makedirs(directory, exist_ok=True)
-        lock = OwnerLock.acquire(directory)
+        try:
+            lock = _make_and_lock(directory)
+        except FileNotFoundError:  # its last owner deleted it between the two steps
+            lock = _make_and_lock(directory)
     except OSError as error:
         raise path_error(directory, error) from error
     try:
-        _refuse_foreign_data(directory, lock.existed)
-    except ConfigError:
+        _refuse_foreign_files(directory, lock.existed)
+        if not lock.existed:
+            # A crash that kept the files and lost the lock would make them look like foreign ones.
+            sync_directory(directory)
+    except BaseException:
         lock.release(delete=not lock.existed)
         raise
     if lock.previous is not None:
-        log.warning("%s: reclaimed from dead %s", directory, lock.previous)
+        log.warning("%s: taken over from dead %s", directory, lock.previous)
     return lock
 
 
-def _refuse_foreign_data(directory: str, used_before: bool) -> None:
-    """Raise ConfigError when the data file's name belongs to something that no store has made.
-
-    A store leaves its data file only together with its lock file; a link could lead anywhere.
-    """
-    path = os.path.join(directory, DATA_FILE_NAME)
-    if not os.path.lexists(path):
-        return
-    if not stat.S_ISREG(os.lstat(path).st_mode) or not used_before:
-        raise ConfigError(
-            f"offload.nvme.path: {path} exists and was not made by Headrace, so it is not "
-            "overwritten; choose an empty directory"
-        )
+def _make_and_lock(directory: str) -> OwnerLock:
+    missing = []
+    while directory and not os.path.isdir(directory):
+        missing.append(directory)
+        directory = os.path.dirname(directory)
+    for new in reversed(missing):
+        with contextlib.suppress(FileExistsError):  # another rank's, or a file: acquire will tell
+            os.mkdir(new)
+        sync_directory(os.path.dirname(new) or ".")
+    return OwnerLock.acquire(missing[0] if missing else directory)
 
 
-def open_fresh_data_file(
-    directory: str,
-    *,
-    capacity_bytes: int,
-    required_bytes: int,
-    base_offset: int,
-    access: AccessMode | None,
-    open_file: OpenFile,
-) -> tuple[StorageFile, AccessMode, int]:
-    """An empty data file as long as the store can get, its access mode and its length in bytes.
-
-    What an earlier owner left in it is thrown away. The caller holds the directory's lock. Raises
-    ConfigError when the path cannot be used or has fewer than `required_bytes` free.
-    """
-    path = os.path.join(directory, DATA_FILE_NAME)
+def sync_directory(directory: str) -> None:
+    """Make the names in `directory` durable; raises OSError."""
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        access = access or choose_access(directory)
-        if base_offset % access.alignment_bytes:
-            raise ValueError(f"base offset {base_offset} is not a multiple of {access}")
-        _check_free_space(directory, path, required_bytes)
-        file = open_file(path, access.direct)
-        try:
-            file_bytes = round_up(base_offset + capacity_bytes, access.alignment_bytes)
-            file.truncate(0)
-            file.truncate(file_bytes)
-        except BaseException:
-            file.close()
-            raise
-    except OSError as error:
-        raise path_error(directory, error) from error
-    return file, access, file_bytes
+        os.fsync(fd)
+    finally:
+        os.close(fd)
 
 
-def delete_data_file(directory: str) -> None:
-    """Remove the data file, if it is there."""
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(os.path.join(directory, DATA_FILE_NAME))
+def _refuse_foreign_files(directory: str, used_before: bool) -> None:
+    """Raise ConfigError when a name that a store would use belongs to what no store has made.
+
+    A store leaves its files only together with its lock file; a link could lead anywhere.
+    """
+    for name in os.listdir(directory):
+        path = os.path.join(directory, name)
+        is_ours = name in (DATA_FILE_NAME, MEMBER_FILE_NAME) or slot_index(name) is not None
+        if is_ours and not (used_before and stat.S_ISREG(os.lstat(path).st_mode)):
+            raise ConfigError(
+                f"offload.nvme.path: {path} exists and was not made by Headrace, so it is not "
+                "overwritten; choose an empty directory"
+            )
 
 
 def path_error(directory: str, error: OSError) -> ConfigError:
@@ -120,15 +117,45 @@ def path_error(directory: str, error: OSError) -> ConfigError:
     )
 
 
-def _check_free_space(directory: str, data_path: str, required_bytes: int) -> None:
-    status = os.statvfs(directory)
-    free_bytes = status.f_bavail * status.f_frsize
-    with contextlib.suppress(FileNotFoundError):
-        free_bytes += os.stat(data_path).st_blocks * 512  # left by an earlier owner, thrown away
-    if free_bytes < required_bytes:
+def check_free_space(directories: Sequence[str], required_bytes: int) -> None:
+    """Raise ConfigError when the directories' file systems have less room than this in all.
+
+    What data files of earlier owners hold counts as free: it is reused or thrown away.
+    """
+    free_bytes = dict.fromkeys((os.stat(x).st_dev for x in directories), 0)
+    for directory in directories:
+        status = os.statvfs(directory)
+        free_bytes[os.stat(directory).st_dev] = status.f_bavail * status.f_frsize
+    total_bytes = sum(free_bytes.values())
+    for directory in directories:
+        with contextlib.suppress(FileNotFoundError):
+            total_bytes += os.stat(os.path.join(directory, DATA_FILE_NAME)).st_blocks * 512
+    if total_bytes < required_bytes:
         raise ConfigError(
-            f"offload.nvme.capacity: {directory} needs {required_bytes} bytes "
-            f"({format_bytes(required_bytes)}) and has {free_bytes} free "
-            f"({format_bytes(free_bytes)}); free space, choose another path, or raise "
+            f"offload.nvme.capacity: {', '.join(directories)} needs {required_bytes} bytes "
+            f"({format_bytes(required_bytes)}) and has {total_bytes} free "
+            f"({format_bytes(total_bytes)}); free space, choose another path, or raise "
             "offload.host.capacity so that less is cold"
         )
+
+
+def delete_store_files(directories: Sequence[str], files: DirectoryFiles) -> None:
+    """Remove what stores make, but for the locks; commits first, as a crash may come between."""
+    for directory in directories:
+        names = files.list(directory)
+        remove_files(directory, (x for x in names if slot_index(x) is not None), files)
+        files.sync_directory(directory)
+        own = (DATA_FILE_NAME, MEMBER_FILE_NAME)
+        remove_files(directory, (x for x in names if x in own or is_temporary(x)), files)
+
+
+def remove_files(directory: str, names: Iterable[str], files: DirectoryFiles) -> None:
+    """Remove these names from `directory`; raises OSError."""
+    for name in names:
+        files.unlink(os.path.join(directory, name))
+
+
+def is_temporary(name: str) -> bool:
+    """Whether a crash between two steps of replacing a small file has left it."""
+    stem = name.removesuffix(TEMPORARY_SUFFIX)
+    return stem != name and (stem == MEMBER_FILE_NAME or slot_index(stem) is not None)

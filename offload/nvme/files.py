@@ -1,5 +1,6 @@
-"""The seam between the store and the operating system: one data file, whole transfers.
+"""The seams between the store and the operating system: data files, and small files and names.
 
+`DirectoryFiles` is what manifests need: whole small files, names, and what makes each durable.
 `StorageFile` is the least a store needs; each of its transfers is one system call that moves pieces
 of memory from or to one place in the file. It may be short, so that tests put faults below the code
 that completes short transfers (`offload/testing_storage.py`). `read_fully` and `write_fully`
@@ -256,3 +257,81 @@ class Preallocator:
             target = needed  # the step does not fit, the block itself may
             self._file.allocate(start, target - start)
         self._reserved_to = target
+
+
+class DirectoryFiles(Protocol):
+    """Small files and names in a store's directories; every step of a commit is one call here.
+
+    Any thread may call; all block until done and raise OSError as the system call does. A write is
+    durable only after `sync_file`, a name (made, changed or removed) only after `sync_directory`.
+    """
+
+    def write_file(self, path: str, data: bytes) -> None:
+        """Make or overwrite the file `path`; never through a link."""
+        ...
+
+    def sync_file(self, path: str) -> None:
+        """Return once the content of `path` is durable (fsync)."""
+        ...
+
+    def rename(self, old: str, new: str) -> None:
+        """Give the file `old` the name `new`, replacing what had it, at once or not at all."""
+        ...
+
+    def sync_directory(self, directory: str) -> None:
+        """Return once the names in `directory` are durable (fsync)."""
+        ...
+
+    def unlink(self, path: str) -> None:
+        """Remove the name `path`."""
+        ...
+
+    def list(self, directory: str) -> dict[str, int]:
+        """The regular files in `directory`: name to length in bytes."""
+        ...
+
+    def read_file(self, path: str, nbytes_max: int) -> bytes:
+        """The content of `path`, at most `nbytes_max` of it; never through a link."""
+        ...
+
+
+class OsDirectoryFiles:
+    """The `DirectoryFiles` of the operating system."""
+
+    def write_file(self, path: str, data: bytes) -> None:
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
+        with os.fdopen(fd, "wb", buffering=0) as file:
+            rest = memoryview(data)
+            while rest:
+                rest = rest[file.write(rest) :]
+
+    def sync_file(self, path: str) -> None:
+        self._sync(path, os.O_NOFOLLOW)
+
+    def rename(self, old: str, new: str) -> None:
+        os.replace(old, new)
+
+    def sync_directory(self, directory: str) -> None:
+        self._sync(directory, os.O_DIRECTORY)
+
+    def unlink(self, path: str) -> None:
+        os.unlink(path)
+
+    def list(self, directory: str) -> dict[str, int]:
+        with os.scandir(directory) as entries:
+            return {
+                entry.name: entry.stat(follow_symlinks=False).st_size
+                for entry in entries
+                if entry.is_file(follow_symlinks=False)
+            }
+
+    def read_file(self, path: str, nbytes_max: int) -> bytes:
+        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
+            return file.read(nbytes_max)
+
+    def _sync(self, path: str, flag: int) -> None:
+        fd = os.open(path, os.O_RDONLY | flag)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)

@@ -9,8 +9,10 @@ The queue's lock is held in every call. No I/O.
 
 from __future__ import annotations
 
-from offload.nvme.table import BlockTable
+from offload.nvme.handle import Handle
+from offload.nvme.table import BlockTable, HeldVersion, StoredBlock
 from offload.nvme.transfers import Direction, Transfer, TransferQueue
+from ops.errors import StorageError
 
 
 class TransferOrder:
@@ -26,13 +28,52 @@ class TransferOrder:
         """Whether a write of `block` is in flight."""
         return block in self._last_write
 
+    def latest_of(self, block: str) -> StoredBlock | None:
+        """The version of the last submitted write of `block`, finished or not; None if unknown."""
+        pending = self._last_write.get(block)
+        return self._table.get(block) if pending is None else pending.stored
+
     def length_of(self, block: str) -> int | None:
         """The logical length of `block` after the writes in flight; None if unknown."""
-        pending = self._last_write.get(block)
-        if pending is not None:
-            return pending.nbytes
-        stored = self._table.get(block)
+        stored = self.latest_of(block)
         return None if stored is None else stored.nbytes
+
+    def latest(self) -> tuple[dict[str, StoredBlock], dict[str, Handle]]:
+        """`latest_of` every block, and the handles of those that are in flight; O(blocks)."""
+        blocks, in_flight = self._table.blocks(), {}
+        for name, transfer in self._last_write.items():
+            assert transfer.stored is not None
+            blocks[name] = transfer.stored
+            in_flight[name] = transfer.handle
+        return blocks, in_flight
+
+    def hold(self, block: str) -> HeldVersion:
+        """Pin the current version of `block`; see `NvmeStore.hold`."""
+        self._queue.check()
+        self._refuse_while_written(block)
+        stored = self._table.get(block)
+        if stored is None:
+            raise StorageError("no such block", block=block)
+        self._table.pin(stored)
+        return HeldVersion(block, stored)
+
+    def restore(self, held: HeldVersion) -> None:
+        """Make a held version current again; see `NvmeStore.restore`."""
+        self._refuse_while_written(held.block)
+        if held.done:
+            raise RuntimeError(f"the hold of block {held.block!r} has ended")
+        held.done = True
+        self._table.publish(held.block, held.stored)
+
+    def let_go(self, held: HeldVersion) -> None:
+        """Unpin a held version."""
+        if not held.done:
+            held.done = True
+            self._table.unpin(held.stored)
+
+    def _refuse_while_written(self, block: str) -> None:
+        if self.is_being_written(block):
+            raise RuntimeError(f"a write of block {block!r} is in flight")
 
     def start(self, transfer: Transfer) -> None:
         """Queue an admitted transfer: a write that has its `stored`, a read of a known block."""

@@ -7,56 +7,55 @@ never served.
 
 Invariants: the capacity is hard (padding included); a read sees the writes submitted before it, in
 order; the first I/O failure is latched; the data file is opened once; all buffers and the queue are
-bounded and taken at open. Nothing here survives a crash yet: the table lives in memory, and an
-opened store is empty (`docs/formats/nvme_store.md`). The store knows names and bytes, not models.
+bounded and taken at open. What has been published as a commit survives any crash
+(`offload/nvme/commit.py`, `docs/formats/nvme_store.md`); a store is opened empty or, with `resume`,
+at its newest commit. The store knows names and bytes, not models.
 
 Threads: any thread may call; callbacks run on workers and must not call `write`, `read`, `delete`,
-`drain`, `sync` or `close` (RuntimeError).
+`drain`, `sync`, `publish` or `close` (RuntimeError).
 """
 
 from __future__ import annotations
 
-import threading
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
 from offload.nvme.aligned import AccessMode, address_of
-from offload.nvme.directory import (
-    check_settings,
-    delete_data_file,
-    lock_directory,
-    open_fresh_data_file,
+from offload.nvme.commit import CommitCut, CommitRecord, Commits, sync_data
+from offload.nvme.directory import check_settings
+from offload.nvme.files import (
+    DirectoryFiles,
+    OpenFile,
+    OsDirectoryFiles,
+    Preallocator,
+    open_os_file,
 )
-from offload.nvme.extents import ExtentAllocator
-from offload.nvme.files import OpenFile, Preallocator, describe_os_error, open_os_file
 from offload.nvme.handle import Handle
+from offload.nvme.opening import Opening
 from offload.nvme.ordering import TransferOrder
-from offload.nvme.request_io import (
-    BOUNCE_BYTES,
-    CorruptBlock,
-    Drive,
-    Outcome,
-    RequestIo,
-    new_bounce_buffer,
-)
-from offload.nvme.stats import CAUSES, LaneStats, StoreStats
-from offload.nvme.table import BlockTable, RetainedBlocks, StoredBlock
-from offload.nvme.transfers import Direction, Request, Transfer, TransferQueue
+from offload.nvme.request_io import Drive, RequestIo
+from offload.nvme.stats import CAUSES, StoreStats
+from offload.nvme.table import BlockTable, HeldVersion, StoredBlock
+from offload.nvme.transfers import Direction, Transfer, TransferQueue
+from offload.nvme.workers import Workers
 from ops.errors import StorageError
 
 
 class NvmeStore:
-    """Blocks of bytes on one drive.
+    """Blocks of bytes of one rank, in one data file for each path.
 
     The capacity counts extents: logical bytes rounded up to `alignment_bytes`, old versions of a
-    block while somebody reads or retains them, and the new version of each block being written.
+    block while somebody reads, holds or retains them, and the new version of each block being
+    written.
     """
 
     def __init__(
         self,
-        directory: str,
+        paths: str | Sequence[str],
         capacity_bytes: int,
         *,
+        rank: int = 0,
         workers: int = 8,
         request_bytes: int = 4 << 20,
         required_bytes: int | None = None,
@@ -64,49 +63,66 @@ class NvmeStore:
         access: AccessMode | None = None,
         base_offset: int = 0,
         open_file: OpenFile = open_os_file,
+        keep_commits: int = 1,
+        resume: bool = False,
+        directory_files: DirectoryFiles | None = None,
     ) -> None:
-        """Become the owner of `directory` and open an empty store in it; may block for small I/O.
+        """Become the owner of this rank's directory under `paths` and open a store in it.
 
-        `required_bytes` (default: the capacity) must be free on the disk now. `transfers_max`
-        bounds transfers in flight. `access` overrides probing the file system, `base_offset` leaves
-        the start of the data file unused. Raises ConfigError: bad sizes, a path that cannot be
-        used, a live owner (named), too little free disk.
+        The store is empty, what was there is discarded; with `resume` it holds the newest commit
+        (`recovered`), if there is one. `keep_commits` commits are retained. `required_bytes`
+        (default: the capacity) must be free on the disk now. `transfers_max` bounds transfers in
+        flight. `access` overrides probing the file system, `base_offset` leaves the start of the
+        data file unused, `open_file` and `directory_files` replace the operating system. May block
+        for small I/O, and for reading whole commits when a manifest is damaged.
+
+        Raises ConfigError: bad sizes, paths that cannot be used or do not belong together, a live
+        owner (named), too little free disk, a capacity or alignment the commit does not fit.
+        Raises StorageError: there are commits, but none can be opened; a data file or directory of
+        the store is missing.
         """
-        check_settings(capacity_bytes, workers, request_bytes, transfers_max)
-        self.directory = directory
-        self._lock_file = lock_directory(directory)
-        try:
-            self._file, self.access, file_bytes = open_fresh_data_file(
-                directory,
-                capacity_bytes=capacity_bytes,
-                required_bytes=capacity_bytes if required_bytes is None else required_bytes,
-                base_offset=base_offset,
-                access=access,
-                open_file=open_file,
-            )
-        except BaseException:
-            self._lock_file.release()
-            raise
-        self._table = BlockTable(
-            ExtentAllocator(capacity_bytes, self.access.alignment_bytes, base_offset)
+        check_settings(capacity_bytes, workers, request_bytes, transfers_max, keep_commits)
+        opening = Opening(
+            paths=(paths,) if isinstance(paths, str) else tuple(paths),
+            rank=rank,
+            capacity_bytes=capacity_bytes,
+            required_bytes=capacity_bytes if required_bytes is None else required_bytes,
+            base_offset=base_offset,
+            access=access,
+            keep_commits=keep_commits,
+            open_file=open_file,
+            directory_files=directory_files or OsDirectoryFiles(),
         )
-        drive = Drive(self._file, Preallocator(self._file, base_offset, file_bytes))
-        self._io = RequestIo([drive], self.access)
+        self._opened = opening.open(resume)
+        self.access = self._opened.access
+        self._file = self._opened.files[0]
+        self._table = BlockTable(self._opened.new_allocator(base_offset))
+        drives = [
+            Drive(file, Preallocator(file, base_offset, file_bytes))
+            for file, file_bytes in zip(self._opened.files, self._opened.file_bytes)
+        ]
+        io = RequestIo(drives, self.access)
         self._queue = TransferQueue(request_bytes, transfers_max)
         self._order = TransferOrder(self._table, self._queue)
-        self._lanes = {direction: LaneStats() for direction in Direction}
-        self._closed = False
-        self._workers = [
-            threading.Thread(
-                target=self._work,
-                args=(new_bounce_buffer(self.access),),
-                name=f"nvme-{index}",
-                daemon=True,  # an owner that forgot to close must not keep the process from ending
+        try:
+            self._commits = Commits(
+                self._opened, self._queue, self._table, self._order, keep_commits
             )
-            for index in range(workers)
-        ]
-        for worker in self._workers:
-            worker.start()
+        except BaseException:
+            self._opened.close()
+            raise
+        self._closed = False
+        self._workers = Workers(workers, self._queue, self._order, io, self.access)
+
+    @property
+    def directory(self) -> str:
+        """This rank's directory under the first path."""
+        return self._opened.directories[0]
+
+    @property
+    def recovered(self) -> CommitRecord | None:
+        """The commit the store was opened at; None when it was opened empty."""
+        return self._commits.recovered
 
     @property
     def alignment_bytes(self) -> int:
@@ -124,24 +140,35 @@ class NvmeStore:
         return self._table.allocator.used_bytes
 
     def write(
-        self, block: str, buffer: Any, cause: str, *, nbytes: int | None = None, deadline: int = 0
+        self,
+        block: str,
+        buffer: Any,
+        cause: str,
+        *,
+        nbytes: int | None = None,
+        deadline: int = 0,
+        version: int = 0,
+        transient: bool = False,
     ) -> Handle:
         """Store the first `nbytes` (default: all) of `buffer` as `block`; returns at once.
 
         `buffer`: contiguous bytes (memoryview, or uint8 array), unchanged until the handle is done.
         Without a copy when its address is aligned; what is longer than `nbytes` serves as padding
         and is written as it is. `cause` is one of `CAUSES`; a smaller `deadline` goes first. Writes
-        of one block happen in the order of the calls. May block while `transfers_max` transfers are
-        in flight or while room is about to be freed by them. Raises StorageError when the capacity
-        is exhausted (nothing has changed then) or an earlier I/O failed; ValueError for a bad
-        argument.
+        of one block happen in the order of the calls. `version` (at least 0) is kept with the
+        block; a `transient` block is in no commit. May block while `transfers_max` transfers are
+        in flight or while room is about to be freed by them or by a publish. Raises StorageError
+        when the capacity is exhausted (nothing has changed then) or an earlier I/O failed;
+        ValueError for a bad argument.
         """
         data, length_bytes = _bytes_of(buffer, nbytes)
         self._check_call(cause)
+        if version < 0:
+            raise ValueError(f"version {version} of block {block!r} is negative")
         with self._queue.lock:
             self._queue.admit()
             try:
-                stored = self._reserve(block, length_bytes)
+                stored = self._reserve(block, length_bytes, version, transient)
             except BaseException:
                 self._queue.leave()
                 raise
@@ -195,7 +222,7 @@ class NvmeStore:
 
     def delete(self, block: str) -> None:
         """Forget `block`, if it is there; waits for its writes, not for its reads."""
-        self._refuse_on_worker()
+        self._workers.refuse_on_worker()
         with self._queue.lock:
             while self._order.is_being_written(block):
                 self._queue.changed.wait()
@@ -203,23 +230,66 @@ class NvmeStore:
             self._table.remove(block)
             self._queue.changed.notify_all()
 
-    def retain(self) -> RetainedBlocks:
-        """Pin the extents of all finished blocks, as a commit does, until `release`; O(blocks).
+    def version_of(self, block: str) -> int | None:
+        """The `version` of the last submitted (or recovered) write; None for an unknown block."""
+        with self._queue.lock:
+            stored = self._order.latest_of(block)
+            return None if stored is None else stored.version
 
-        Writes in flight are not part of it: `drain` first.
+    def blocks(self) -> dict[str, tuple[int, int]]:
+        """Every block that is not transient: name to (nbytes, version); O(blocks)."""
+        with self._queue.lock:
+            latest = self._order.latest()[0].items()
+            return {name: (x.nbytes, x.version) for name, x in latest if not x.transient}
+
+    def cut(self, meta: Mapping[str, Any], *, awaited: bool = False) -> CommitCut:
+        """What a commit made now would hold: every write submitted so far, none submitted later.
+
+        Never blocks on I/O; O(blocks). `meta` is JSON data, copied. The blocks stay on the disk
+        until the cut is published and superseded, or abandoned. With `awaited` another thread is
+        certain to publish or abandon the cut, so writes that find no room wait for that. Raises
+        ValueError for other data, StorageError after an I/O failure.
+        """
+        return self._commits.cut(meta, awaited)
+
+    def publish(self, cut: CommitCut) -> CommitRecord:
+        """Make `cut` the newest commit and let go of the one beyond `keep_commits`; blocks.
+
+        Waits for its writes in flight and for earlier cuts to be published or abandoned. When it
+        returns, the commit survives any crash. Raises StorageError, which is latched, and then the
+        last commit is intact; ValueError for a cut that is published or abandoned.
+        """
+        self._workers.refuse_on_worker()
+        return self._commits.publish(cut)
+
+    def abandon(self, cut: CommitCut) -> None:
+        """Let go of a cut that will not be published; again, or after publishing: nothing."""
+        self._commits.abandon(cut)
+
+    def hold(self, block: str) -> HeldVersion:
+        """Keep the current version of `block` while newer ones are written, until it is restored
+        or let go. Raises RuntimeError while a write of it is in flight, StorageError if unknown."""
+        with self._queue.lock:
+            return self._order.hold(block)
+
+    def restore(self, held: HeldVersion) -> None:
+        """Make `held` the current version again and free the newer one; ends the hold.
+
+        Raises RuntimeError while a write of the block is in flight or when the hold has ended.
         """
         with self._queue.lock:
-            return self._table.retain()
+            self._order.restore(held)
+            self._queue.changed.notify_all()
 
-    def release(self, retained: RetainedBlocks) -> None:
-        """Let the extents of `retained` be reused; a second call does nothing."""
+    def let_go(self, held: HeldVersion) -> None:
+        """End the hold; the newer version stays. Again, or after `restore`: nothing."""
         with self._queue.lock:
-            self._table.release(retained)
+            self._order.let_go(held)
             self._queue.changed.notify_all()
 
     def drain(self) -> None:
         """Wait until nothing is in flight; raise the latched failure, if any."""
-        self._refuse_on_worker()
+        self._workers.refuse_on_worker()
         with self._queue.lock:
             self._queue.drain()
             if self._queue.failure is not None:
@@ -229,52 +299,48 @@ class NvmeStore:
         """Drain, then return when all written bytes are durable; StorageError if they are not."""
         self.drain()
         try:
-            self._file.sync()
-        except OSError as error:
-            failure = StorageError(f"sync failed: {describe_os_error(error)}", path=self._file.path)
-            failure.__cause__ = error
+            for file in self._opened.files:
+                sync_data(file)
+        except StorageError as failure:
             with self._queue.lock:
                 self._queue.latch(failure)
-            raise failure from error
+            raise
 
     def stats(self) -> StoreStats:
         """The counters now; does not block."""
         with self._queue.lock:
             allocator = self._table.allocator
             return StoreStats(
-                read=self._lanes[Direction.READ].copy(),
-                written=self._lanes[Direction.WRITE].copy(),
+                read=self._workers.lanes[Direction.READ].copy(),
+                written=self._workers.lanes[Direction.WRITE].copy(),
                 used_bytes=allocator.used_bytes,
                 used_bytes_max=allocator.used_bytes_max,
                 capacity_bytes=allocator.capacity_bytes,
                 num_blocks=len(self._table),
                 num_transfers=self._queue.num_transfers,
                 num_transfers_max=self._queue.num_transfers_peak,
-                bounce_buffer_bytes=BOUNCE_BYTES * len(self._workers),
+                bounce_buffer_bytes=self._workers.bounce_buffer_bytes,
             )
 
     def close(self, *, delete: bool = False) -> None:
         """Refuse new transfers, finish those in flight and give up the directory.
 
-        Raises nothing for failed transfers (their handles do). `delete` removes the store's files.
-        A second call does nothing. Waits for the transfers in flight, never for callers.
+        Raises nothing for failed transfers (their handles do). The commits stay, unless `delete`
+        removes all of the store's files. A second call does nothing. Waits for the transfers and
+        the publish in flight, never for callers.
         """
-        self._refuse_on_worker()
+        self._workers.refuse_on_worker()
         with self._queue.lock:
             self._queue.closing = True
             self._queue.changed.notify_all()
             self._queue.drain()
+            while self._commits.is_publishing:
+                self._queue.changed.wait()
             self._queue.stop()
             first, self._closed = not self._closed, True
-        for worker in self._workers:
-            worker.join()
+        self._workers.join()
         if first:
-            try:
-                self._file.close()
-                if delete:
-                    delete_data_file(self.directory)
-            finally:
-                self._lock_file.release(delete)
+            self._opened.close(delete)
 
     def __enter__(self) -> NvmeStore:
         return self
@@ -287,22 +353,23 @@ class NvmeStore:
     ) -> None:
         self.close()
 
-    # The first three are called with the queue's lock held, the others without it.
+    # Called with the queue's lock held, but for the last one.
 
-    def _reserve(self, block: str, length_bytes: int) -> StoredBlock:
-        """A fresh version, waiting for transfers in flight that may free room."""
+    def _reserve(self, block: str, length_bytes: int, version: int, transient: bool) -> StoredBlock:
+        """A fresh version, waiting for transfers and publishes in flight that may free room."""
         while True:
-            stored = self._table.reserve(length_bytes)
+            stored = self._table.reserve(length_bytes, version, transient)
             if stored is not None:
                 return stored
-            if self._order.num_submitted == 0:
+            if self._order.num_submitted == 0 and not self._commits.may_free_room:
                 break
             self._queue.changed.wait()
             self._queue.check()
         allocator = self._table.allocator
         raise StorageError(
             f"offload.nvme.capacity: {allocator.capacity_bytes} bytes, of which "
-            f"{allocator.used_bytes} are in use; raise the capacity",
+            f"{allocator.used_bytes} are in use ({self._commits.describe_use()}); raise the "
+            "capacity",
             path=self._file.path,
             block=block,
             wanted_bytes=length_bytes,
@@ -339,50 +406,15 @@ class NvmeStore:
             cause=cause,
             deadline=deadline,
             stored=stored,
-            handle=Handle(block, self._refuse_on_worker),
+            handle=Handle(block, self._workers.refuse_on_worker),
         )
         self._order.start(transfer)
         return transfer.handle
 
-    def _complete(self, requests: list[Request], outcomes: list[Outcome]) -> None:
-        finished: list[Transfer] = []
-        with self._queue.lock:
-            lane = self._lanes[requests[0].transfer.direction]
-            lane.num_requests += not requests[0].skip
-            for request, outcome in zip(requests, outcomes):
-                transfer, error = request.transfer, outcome.error
-                transfer.running -= 1
-                if error is not None:
-                    transfer.error = transfer.error or error
-                    if not isinstance(error, CorruptBlock):
-                        self._queue.latch(error)
-                elif not request.skip:
-                    payload_bytes = request.stop - request.start
-                    lane.count(transfer.cause, payload_bytes, outcome.padding_bytes)
-                if transfer.running == 0 and (transfer.exhausted or transfer.error is not None):
-                    finished += self._order.settle(transfer)
-        if not finished:
-            return
-        for done in finished:
-            done.handle.complete(done.error)
-        with self._queue.lock:
-            self._order.leave(len(finished))
-
-    def _work(self, bounce: memoryview) -> None:
-        while (requests := self._queue.take()) is not None:
-            skip = requests[0].skip
-            outcomes = [Outcome()] if skip else self._io.run(requests, bounce)
-            self._complete(requests, outcomes)  # an error reaches the caller at its next wait
-            del requests, outcomes  # no buffer is kept while waiting for work
-
     def _check_call(self, cause: str) -> None:
         if cause not in CAUSES:
             raise ValueError(f"cause {cause!r} is not one of {', '.join(CAUSES)}")
-        self._refuse_on_worker()
-
-    def _refuse_on_worker(self) -> None:
-        if threading.current_thread() in self._workers:
-            raise RuntimeError("a callback must not wait for, or call, the store that runs it")
+        self._workers.refuse_on_worker()
 
 
 def _bytes_of(buffer: Any, nbytes: int | None) -> tuple[memoryview, int]:

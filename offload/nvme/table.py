@@ -10,7 +10,7 @@ Pure bookkeeping: no I/O, no threads. The store's lock serialises calls.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -26,13 +26,16 @@ class StoredBlock:
 
     `nbytes` is its logical length, without padding; the `extents`, in the order of its bytes, are
     the room it takes: one, unless free room is fragmented. `checksums` has one xxh3-64 per chunk of
-    the logical bytes.
+    the logical bytes. `version` is the caller's number for this content; what is `transient` is in
+    no commit.
     """
 
     extents: list[Extent]
     nbytes: int
     checksums: array[int]
     pins: int = 1
+    version: int = 0
+    transient: bool = False
 
     def locate(self, start: int) -> tuple[int, int, int]:
         """Drive and file offset of byte `start` of the block, and the bytes that follow there."""
@@ -65,6 +68,15 @@ class RetainedBlocks:
         self.released = False
 
 
+@dataclass(slots=True, eq=False)
+class HeldVersion:
+    """A version of `block` that stays on the disk while newer ones are written."""
+
+    block: str
+    stored: StoredBlock
+    done: bool = False
+
+
 class BlockTable:
     """Names to stored blocks, over one allocator."""
 
@@ -79,12 +91,17 @@ class BlockTable:
         """The current version of `block`, or None."""
         return self._blocks.get(block)
 
-    def reserve(self, nbytes: int) -> StoredBlock | None:
+    def blocks(self) -> dict[str, StoredBlock]:
+        """The current version of every block; a copy."""
+        return dict(self._blocks)
+
+    def reserve(self, nbytes: int, version: int = 0, transient: bool = False) -> StoredBlock | None:
         """A fresh, unnamed version with one pin, or None (and no change) when it does not fit."""
         extents = self.allocator.allocate_pieces(nbytes)
         if extents is None:
             return None
-        return StoredBlock(extents, nbytes, empty_checksums(nbytes))
+        checksums = empty_checksums(nbytes)
+        return StoredBlock(extents, nbytes, checksums, version=version, transient=transient)
 
     def publish(self, block: str, stored: StoredBlock) -> None:
         """Make `stored` the version of `block`, taking over its writer's pin; unpin the old one."""
@@ -112,12 +129,11 @@ class BlockTable:
             for extent in stored.extents:
                 self.allocator.free(extent)
 
-    def retain(self) -> RetainedBlocks:
-        """Pin every current block; O(number of blocks)."""
-        retained = RetainedBlocks(dict(self._blocks))
-        for stored in retained.blocks.values():
+    def retain(self, blocks: dict[str, StoredBlock]) -> RetainedBlocks:
+        """Pin these versions, each of which has a pin already; O(number of blocks)."""
+        for stored in blocks.values():
             self.pin(stored)
-        return retained
+        return RetainedBlocks(blocks)
 
     def release(self, retained: RetainedBlocks) -> None:
         """Unpin what `retained` pinned; a second release does nothing."""
@@ -126,3 +142,19 @@ class BlockTable:
         retained.released = True
         for stored in retained.blocks.values():
             self.unpin(stored)
+
+    def adopt(self, commits: Sequence[dict[str, StoredBlock]]) -> list[RetainedBlocks]:
+        """Retain commits of an earlier process, oldest first; the last is current, too.
+
+        Claims every extent once: what commits share is one StoredBlock object, with no pins yet.
+        The table must be empty. Raises ValueError when an extent cannot be claimed; then nothing
+        has changed.
+        """
+        assert not self._blocks
+        versions = {id(stored): stored for blocks in commits for stored in blocks.values()}
+        self.allocator.claim(x for stored in versions.values() for x in stored.extents)
+        self._blocks = dict(commits[-1])
+        for blocks in (self._blocks, *commits):
+            for stored in blocks.values():
+                stored.pins += 1
+        return [RetainedBlocks(blocks) for blocks in commits]

@@ -84,7 +84,7 @@ def test_a_run_ends_well_and_says_where_its_report_is(finished):
     folder, result = finished
     assert result.returncode == 0, result.stderr
     assert "report.json" in result.stdout
-    assert not (folder / "nvme/data.bin").exists(), "cold data is of no use after the run"
+    assert not (folder / "nvme/rank-00000").exists(), "cold data is of no use after the run"
 
 
 def test_every_step_has_a_record(finished):

@@ -127,16 +127,19 @@ def test_a_lock_file_deleted_under_us_is_taken_anew(tmp_path, monkeypatch):
     lock.release()
 
 
+@pytest.mark.parametrize("name", ["data.bin", "member.json", "manifest.1"])
 @pytest.mark.parametrize("kind", ["file", "link"])
-def test_somebody_elses_data_file_is_never_touched(tmp_path, kind):
+def test_somebody_elses_files_are_never_touched(tmp_path, kind, name):
     """A user pointed offload.nvme.path at a folder with a data.bin of his own, and lost it; through
     a link the file lost lay outside the folder."""
-    victim = tmp_path / ("data.bin" if kind == "file" else "elsewhere.txt")
+    directory = tmp_path / "rank-00000"
+    directory.mkdir()
+    victim = directory / name if kind == "file" else tmp_path / "elsewhere.txt"
     victim.write_text("precious")
     if kind == "link":
-        (tmp_path / "data.bin").symlink_to(victim)
+        (directory / name).symlink_to(victim)
     for _ in range(2):
-        with pytest.raises(ConfigError, match=r"data\.bin exists and was not made by Headrace"):
+        with pytest.raises(ConfigError, match=rf"{name} exists and was not made by Headrace"):
             NvmeStore(str(tmp_path), 1 << 20)
     assert victim.read_text() == "precious"
-    assert not (tmp_path / "owner.lock").exists(), "a refusal leaves nothing behind"
+    assert not (directory / "owner.lock").exists(), "a refusal leaves nothing behind"

@@ -37,7 +37,7 @@ def open_store(tmp_path):
     def make(capacity_bytes=64 * MIB, **options):
         options.setdefault("workers", 2)
         options.setdefault("required_bytes", 0)
-        stores.append(NvmeStore(str(tmp_path / "rank0"), capacity_bytes, **options))
+        stores.append(NvmeStore(str(tmp_path), capacity_bytes, **options))
         return stores[-1]
 
     yield make
@@ -146,7 +146,7 @@ def test_offsets_above_4_gib_are_right(open_store, tmp_path):
     base = 5 << 30
     store = open_store(8 * MIB, base_offset=base)
     _round_trip(store, "far", 3 * MIB + 5)
-    path = tmp_path / "rank0" / "data.bin"
+    path = tmp_path / "rank-00000" / "data.bin"
     assert path.stat().st_size == base + 8 * MIB
     assert path.stat().st_blocks * 512 < 64 * MIB
     with open(path, "rb") as file:
@@ -181,7 +181,11 @@ def test_thousands_of_tiny_blocks_share_one_file_with_small_room(open_store, tmp
         store.write(name, filled_buffer(index % 50 + 1, seed=index), "update")
     store.drain()
     assert store.used_bytes == len(names) * UNIT
-    assert sorted(os.listdir(tmp_path / "rank0")) == ["data.bin", "owner.lock"]
+    assert sorted(os.listdir(tmp_path / "rank-00000")) == [
+        "data.bin",
+        "member.json",
+        "owner.lock",
+    ]
     for index in range(0, len(names), 97):
         read = filled_buffer(index % 50 + 1)
         store.read(names[index], read, "update").wait()
@@ -309,20 +313,20 @@ def test_retained_extents_are_not_reused(open_store, tmp_path):
     store = open_store(3 * UNIT)
     store.write("a", filled_buffer(UNIT, seed=1), "update")
     store.drain()
-    retained = store.retain()
+    retained = store.cut({})
     for seed in range(2, 6):
         store.write("a", filled_buffer(UNIT, seed=seed), "update").wait()
     store.drain()
     assert store.used_bytes == 2 * UNIT
     extent = retained.blocks["a"].extents[0]
     store.sync()
-    data = (tmp_path / "rank0" / "data.bin").read_bytes()
+    data = (tmp_path / "rank-00000" / "data.bin").read_bytes()
     kept = data[extent.offset : extent.offset + UNIT]
     assert kept == filled_buffer(UNIT, seed=1).tobytes()
     store.delete("a")
     assert store.used_bytes == UNIT
-    store.release(retained)
-    store.release(retained)
+    store.abandon(retained)
+    store.abandon(retained)
     assert store.used_bytes == 0
 
 

@@ -47,8 +47,8 @@ def _corrupt(store, offset, data):
 
 
 def _offset_of(store, block):
-    retained = store.retain()
-    store.release(retained)
+    retained = store.cut({})
+    store.abandon(retained)
     return retained.blocks[block].extents[0].offset
 
 
@@ -237,7 +237,7 @@ def test_a_second_live_owner_is_refused_and_told_who_holds_the_path(tmp_path):
     try:
         with pytest.raises(ConfigError, match=f"in use by process {owner.pid} on host"):
             NvmeStore(str(tmp_path), CAPACITY)
-        assert (tmp_path / "data.bin").stat().st_size == 64 * MIB  # untouched
+        assert (tmp_path / "rank-00000/data.bin").stat().st_size == 64 * MIB  # untouched
     finally:
         owner.kill()
         owner.communicate()
@@ -250,8 +250,8 @@ def test_what_a_killed_owner_left_is_reclaimed_and_never_read(tmp_path):
     owner.communicate()
     with NvmeStore(str(tmp_path), CAPACITY, workers=1) as store:
         assert not store.contains("old") and store.used_bytes == 0
-        assert (tmp_path / "data.bin").stat().st_size == CAPACITY
-        assert (tmp_path / "data.bin").stat().st_blocks == 0
+        assert (tmp_path / "rank-00000/data.bin").stat().st_size == CAPACITY
+        assert (tmp_path / "rank-00000/data.bin").stat().st_blocks == 0
 
 
 def test_sigterm_in_the_middle_of_transfers_ends_cleanly(tmp_path):
@@ -260,7 +260,7 @@ def test_sigterm_in_the_middle_of_transfers_ends_cleanly(tmp_path):
     owner.send_signal(signal.SIGTERM)
     owner.communicate(timeout=30)
     assert owner.returncode == 130
-    assert (tmp_path / "owner.lock").stat().st_size == 0  # given up cleanly
+    assert (tmp_path / "rank-00000/owner.lock").stat().st_size == 0  # given up cleanly
     NvmeStore(str(tmp_path), CAPACITY, workers=1).close(delete=True)
     assert list(tmp_path.iterdir()) == []
 

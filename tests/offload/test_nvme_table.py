@@ -64,7 +64,7 @@ def test_readers_keep_a_version_that_was_replaced_or_removed():
 def test_a_snapshot_keeps_every_version_of_its_moment():
     table = _table(8)
     before = {name: _put(table, name) for name in "abc"}
-    retained = table.retain()
+    retained = table.retain(table.blocks())
     _put(table, "a")
     table.remove("b")
     _put(table, "d")
@@ -76,7 +76,7 @@ def test_a_snapshot_keeps_every_version_of_its_moment():
 
 
 def test_a_snapshot_cannot_be_changed_from_outside():
-    retained = _table(1).retain()
+    retained = _table(1).retain({})
     with pytest.raises(TypeError):
         retained.blocks["a"] = None
 
@@ -136,16 +136,15 @@ def test_a_store_under_any_sequence_of_calls_agrees_with_a_dictionary(
                 store.delete(block)
                 model.pop(block, None)
             elif verb == "retain":
-                store.drain()
-                snapshots.append(store.retain())
+                snapshots.append(store.cut({}))
             elif snapshots:
-                store.release(snapshots.pop(0))
+                store.abandon(snapshots.pop(0))
         for handle, buffer, expected in reads:
             handle.wait()
             assert buffer.tobytes() == expected
         store.drain()
         for snapshot in snapshots:
-            store.release(snapshot)
+            store.abandon(snapshot)
         assert {block: store.nbytes(block) for block in model} == {
             block: len(data) for block, data in model.items()
         }

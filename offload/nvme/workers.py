@@ -1,0 +1,92 @@
+"""The threads that draw requests from the queue and settle what they have done.
+
+Invariants: a bounded number of threads, each with its own bounce buffer, taken at start; a transfer
+completes its handle without any lock held, so callbacks may take their own. Bytes are counted when
+a request has succeeded.
+"""
+
+from __future__ import annotations
+
+import threading
+
+from offload.nvme.aligned import AccessMode
+from offload.nvme.ordering import TransferOrder
+from offload.nvme.request_io import (
+    BOUNCE_BYTES,
+    CorruptBlock,
+    Outcome,
+    RequestIo,
+    new_bounce_buffer,
+)
+from offload.nvme.stats import LaneStats
+from offload.nvme.transfers import Direction, Request, Transfer, TransferQueue
+
+
+class Workers:
+    """The workers of one store; started on construction."""
+
+    def __init__(
+        self,
+        num_workers: int,
+        queue: TransferQueue,
+        order: TransferOrder,
+        io: RequestIo,
+        access: AccessMode,
+    ) -> None:
+        self.lanes = {direction: LaneStats() for direction in Direction}
+        self.bounce_buffer_bytes = BOUNCE_BYTES * num_workers
+        self._queue = queue
+        self._order = order
+        self._io = io
+        self._threads = [
+            threading.Thread(
+                target=self._work,
+                args=(new_bounce_buffer(access),),
+                name=f"nvme-{index}",
+                daemon=True,  # an owner that forgot to close must not keep the process from ending
+            )
+            for index in range(num_workers)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def refuse_on_worker(self) -> None:
+        """Raise RuntimeError on a worker's own thread: what waits there waits for itself."""
+        if threading.current_thread() in self._threads:
+            raise RuntimeError("a callback must not wait for, or call, the store that runs it")
+
+    def join(self) -> None:
+        """Wait until the workers have ended; the queue has been stopped before."""
+        for thread in self._threads:
+            thread.join()
+
+    def _complete(self, requests: list[Request], outcomes: list[Outcome]) -> None:
+        finished: list[Transfer] = []
+        with self._queue.lock:
+            lane = self.lanes[requests[0].transfer.direction]
+            lane.num_requests += not requests[0].skip
+            for request, outcome in zip(requests, outcomes):
+                transfer, error = request.transfer, outcome.error
+                transfer.running -= 1
+                if error is not None:
+                    transfer.error = transfer.error or error
+                    if not isinstance(error, CorruptBlock):
+                        self._queue.latch(error)
+                elif not request.skip:
+                    payload_bytes = request.stop - request.start
+                    lane.count(transfer.cause, payload_bytes, outcome.padding_bytes)
+                if transfer.running == 0 and (transfer.exhausted or transfer.error is not None):
+                    finished += self._order.settle(transfer)
+        if not finished:
+            return
+        for done in finished:
+            done.handle.complete(done.error)
+        with self._queue.lock:
+            self._order.leave(len(finished))
+
+    def _work(self, bounce: memoryview) -> None:
+        while (requests := self._queue.take()) is not None:
+            skip = requests[0].skip
+            outcomes = [Outcome()] if skip else self._io.run(requests, bounce)
+            self._complete(requests, outcomes)  # an error reaches the caller at its next wait
+            del requests, outcomes  # no buffer is kept while waiting for work
