@@ -210,6 +210,7 @@ def _blocks(fields: dict[str, Any], checksums: array[int]) -> dict[str, StoredBl
         )
         last = first + num_chunks(nbytes)
         _require(last <= len(checksums), "too few checksums")
+        extents = extents or [Extent(0, 0)]  # as the allocator gives an empty block
         blocks[name] = StoredBlock(extents, nbytes, checksums[first:last], 0, version)
         first = last
     _require(first == len(checksums), "too many checksums")

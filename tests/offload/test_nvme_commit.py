@@ -297,3 +297,18 @@ def test_meta_is_copied(open_store):
     cut = store.cut(meta)
     meta["list"].append(2)
     assert store.publish(cut).meta == {"list": [1]}
+
+
+def test_a_store_over_three_paths_resumes_from_all_of_them(tmp_path):
+    paths = [str(tmp_path / name) for name in "abc"]
+    with NvmeStore(paths, 48 * MIB, workers=2) as store:
+        for index in range(6):
+            nbytes = (index + 1) * MIB + 13
+            store.write(f"b{index}", filled_buffer(nbytes, seed=index), "update")
+        store.publish(store.cut({"step": 1}))
+        drives = {x.drive for stored in store.cut({}).blocks.values() for x in stored.extents}
+        assert drives == {0, 1, 2}
+    with NvmeStore(paths, 48 * MIB, workers=2, resume=True) as store:
+        assert holds(store, {f"b{index}": ((index + 1) * MIB + 13, index) for index in range(6)})
+        store.close(delete=True)
+    assert [list((tmp_path / name).iterdir()) for name in "abc"] == [[], [], []]
