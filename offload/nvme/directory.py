@@ -139,6 +139,15 @@ def check_free_space(directories: Sequence[str], required_bytes: int) -> None:
         )
 
 
+def free_bytes_at(directory: str) -> int:
+    """Room for a data file in `directory`: what is free there, and what its old one has."""
+    status = os.statvfs(directory)
+    free_bytes = status.f_bavail * status.f_frsize
+    with contextlib.suppress(FileNotFoundError):
+        free_bytes += os.stat(os.path.join(directory, DATA_FILE_NAME)).st_blocks * 512
+    return free_bytes
+
+
 def delete_store_files(directories: Sequence[str], files: DirectoryFiles) -> None:
     """Remove what stores make, but for the locks; commits first, as a crash may come between."""
     for directory in directories:

@@ -63,6 +63,11 @@ class ExtentAllocator:
         return self.capacity_bytes - self.used_bytes
 
     @property
+    def used_bytes_by_drive(self) -> tuple[int, ...]:
+        """`used_bytes`, for callers who may have several drives."""
+        return (self.used_bytes,)
+
+    @property
     def largest_free_bytes(self) -> int:
         """The largest `nbytes` that `allocate` would grant now."""
         return self._free[-1][0] if self._free else 0

@@ -13,15 +13,17 @@ import contextlib
 import logging
 import os
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 
 from offload.nvme.aligned import AccessMode, choose_access
+from offload.nvme.bandwidth import Measure
 from offload.nvme.directory import (
     DATA_FILE_NAME,
     check_free_space,
     delete_store_files,
+    free_bytes_at,
     is_temporary,
     lock_directory,
     path_error,
@@ -34,7 +36,7 @@ from offload.nvme.lock import OwnerLock
 from offload.nvme.manifest import Manifest
 from offload.nvme.members import MEMBER_FILE_NAME, Member, read_member, write_member
 from offload.nvme.recovery import FoundCommits, choose_commits, read_slots, slot_index
-from offload.nvme.striping import BlockAllocator, StripedAllocator
+from offload.nvme.striping import BlockAllocator, StripedAllocator, split_capacity
 from offload.nvme.table import StoredBlock
 from offload.nvme.verify import BlockReader
 from ops.errors import ConfigError, StorageError
@@ -52,17 +54,18 @@ class OpenedStore:
     locks: list[OwnerLock]
     files: list[StorageFile]
     file_bytes: list[int]
+    weights: list[float]
     capacities: list[int]
     access: AccessMode
     directory_files: DirectoryFiles
     found: FoundCommits | None = None
 
     def new_allocator(self, base_offset: int) -> BlockAllocator:
-        """All room of the data files, free; several drives share the blocks evenly."""
+        """All room of the data files, free; several drives share the blocks by their weights."""
         if len(self.files) == 1:
             return ExtentAllocator(self.capacities[0], self.access.alignment_bytes, base_offset)
-        weights = [1.0] * len(self.files)
-        return StripedAllocator(self.capacities, weights, self.access.alignment_bytes, base_offset)
+        unit = self.access.alignment_bytes
+        return StripedAllocator(self.capacities, self.weights, unit, base_offset)
 
     def close(self, delete: bool = False) -> None:
         """Close the files and give up the directories; with `delete`, remove everything."""
@@ -95,6 +98,7 @@ class Opening:
     keep_commits: int
     open_file: OpenFile
     directory_files: DirectoryFiles
+    measure: Measure
 
     def open(self, resume: bool) -> OpenedStore:
         """Lock the directories and open their data files: empty, or with commits for `resume`.
@@ -128,13 +132,16 @@ class Opening:
         if self.base_offset % unit:
             raise ValueError(f"base offset {self.base_offset} is not a multiple of {access}")
         check_free_space(directories, self.required_bytes)
-        capacities = shares(self.capacity_bytes, len(directories), unit)
+        weights = self.measure(directories, access) if len(directories) > 1 else [1.0]
+        capacities = self._split(directories, weights, unit, [0] * len(directories))
+        assert capacities is not None  # nothing has to be kept
         opened = OpenedStore(
             store_id=secrets.token_hex(16),
             directories=directories,
             locks=locks,
             files=[],
-            file_bytes=[round_up(self.base_offset + x, unit) for x in capacities],
+            file_bytes=self._file_bytes(capacities, unit),
+            weights=weights,
             capacities=capacities,
             access=access,
             directory_files=self.directory_files,
@@ -155,6 +162,23 @@ class Opening:
             self._open_files(opened, undo)
             self._start(opened)
         return opened
+
+    def _split(
+        self, directories: list[str], weights: list[float], unit: int, floors: list[int]
+    ) -> list[int] | None:
+        """The capacity of each drive, at least its floor; None where the floors do not fit."""
+        if len(directories) == 1:
+            return [self.capacity_bytes] if floors[0] <= self.capacity_bytes else None
+        limits = [free_bytes_at(directory) for directory in directories]
+        # A capacity that nobody needs yet may be larger than the drives.
+        missing = max(0, self.capacity_bytes - sum(limits) + len(limits) * unit)
+        limits = [limit + missing for limit in limits]
+        return split_capacity(
+            self.capacity_bytes, weights, unit, limits_bytes=limits, floors_bytes=floors
+        )
+
+    def _file_bytes(self, capacities: list[int], unit: int) -> list[int]:
+        return [round_up(self.base_offset + capacity, unit) for capacity in capacities]
 
     def _open_files(self, opened: OpenedStore, undo: ExitStack) -> None:
         for directory in opened.directories:
@@ -238,6 +262,7 @@ class Opening:
             raise error if error.path else StorageError(str(error), path=first) from None
         assert found is not None
         opened.store_id, opened.found = found.store_id, found
+        self._fit_capacities(opened, found)
         for index, file in enumerate(opened.files):
             if lengths[index] < opened.file_bytes[index]:
                 file.truncate(opened.file_bytes[index])
@@ -274,38 +299,44 @@ class Opening:
                 f"{manifest.alignment_bytes} bytes, but the file system now asks for {unit}; "
                 "resume on the drive it was made on"
             )
-        ends = [self.base_offset] * len(opened.files)
-        for stored in manifest.blocks.values():
-            for extent in stored.extents:
-                ends[extent.drive] = max(ends[extent.drive], extent.offset + extent.nbytes)
-        for index, end in enumerate(ends):
-            path = opened.files[index].path
+        for index, end in enumerate(self._ends(manifest.blocks.values(), len(opened.files))):
             if lengths[index] < end:
                 raise StorageError(
                     f"the data file has {lengths[index]} bytes, but commit {commit} needs {end}; "
                     "it was truncated",
-                    path=path,
+                    path=opened.files[index].path,
                 )
-            if self.base_offset + opened.capacities[index] < end:
-                needed = (end - self.base_offset) * len(opened.files)
-                raise ConfigError(
-                    f"offload.nvme.capacity: {self.capacity_bytes} bytes, but commit {commit} uses "
-                    f"{path} up to byte {end}; set it to at least {needed} "
-                    f"({format_bytes(needed)})"
-                )
+
+    def _fit_capacities(self, opened: OpenedStore, found: FoundCommits) -> None:
+        """Share the capacity out anew, so that each drive keeps what the commits have on it."""
+        blocks = (stored for commit in found.commits for stored in commit.blocks.values())
+        ends = self._ends(blocks, len(opened.files))
+        floors = [end - self.base_offset for end in ends]
+        unit = opened.access.alignment_bytes
+        capacities = self._split(opened.directories, opened.weights, unit, floors)
+        if capacities is None:
+            newest = found.commits[-1]
+            uses = (f"{file.path} up to byte {end}" for file, end in zip(opened.files, ends))
+            raise ConfigError(
+                f"offload.nvme.capacity: {self.capacity_bytes} bytes, but commit "
+                f"{describe_commit(newest.generation, newest.meta)} uses {' and '.join(uses)}; "
+                f"set it to at least {sum(floors)} ({format_bytes(sum(floors))})"
+            )
+        opened.capacities = capacities
+        opened.file_bytes = self._file_bytes(capacities, unit)
+
+    def _ends(self, blocks: Iterable[StoredBlock], num_drives: int) -> list[int]:
+        """Where the last byte of `blocks` ends on each drive."""
+        ends = [self.base_offset] * num_drives
+        for stored in blocks:
+            for extent in stored.extents:
+                ends[extent.drive] = max(ends[extent.drive], extent.offset + extent.nbytes)
+        return ends
 
 
 def describe_commit(generation: int, meta: Mapping[str, object]) -> str:
     """`7 (step 70)`, or `7` where the caller noted no step."""
     return f"{generation} (step {meta['step']})" if "step" in meta else str(generation)
-
-
-def shares(capacity_bytes: int, num_drives: int, alignment_bytes: int) -> list[int]:
-    """`capacity_bytes` divided over drives; several get multiples of the alignment."""
-    if num_drives == 1:
-        return [capacity_bytes]
-    units, more = divmod(capacity_bytes // alignment_bytes, num_drives)
-    return [(units + (drive < more)) * alignment_bytes for drive in range(num_drives)]
 
 
 def _common_access(modes: list[AccessMode]) -> AccessMode:

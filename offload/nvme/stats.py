@@ -44,12 +44,16 @@ class LaneStats:
 
 @dataclass(frozen=True)
 class StoreStats:
-    """One moment of a store. `used_bytes` includes padding and versions still pinned."""
+    """One moment of a store. `used_bytes` includes padding and versions still pinned.
+
+    `used_bytes_by_drive` are its parts, in the order of the store's paths.
+    """
 
     read: LaneStats
     written: LaneStats
     used_bytes: int
     used_bytes_max: int
+    used_bytes_by_drive: tuple[int, ...]
     capacity_bytes: int
     num_blocks: int
     num_transfers: int

@@ -22,6 +22,7 @@ from types import TracebackType
 from typing import Any
 
 from offload.nvme.aligned import AccessMode, address_of
+from offload.nvme.bandwidth import Measure, measure_bandwidth
 from offload.nvme.commit import CommitCut, CommitRecord, Commits, sync_data
 from offload.nvme.directory import check_settings
 from offload.nvme.files import (
@@ -66,6 +67,7 @@ class NvmeStore:
         keep_commits: int = 1,
         resume: bool = False,
         directory_files: DirectoryFiles | None = None,
+        measure: Measure = measure_bandwidth,
     ) -> None:
         """Become the owner of this rank's directory under `paths` and open a store in it.
 
@@ -73,8 +75,9 @@ class NvmeStore:
         (`recovered`), if there is one. `keep_commits` commits are retained. `required_bytes`
         (default: the capacity) must be free on the disk now. `transfers_max` bounds transfers in
         flight. `access` overrides probing the file system, `base_offset` leaves the start of the
-        data file unused, `open_file` and `directory_files` replace the operating system. May block
-        for small I/O, and for reading whole commits when a manifest is damaged.
+        data file unused, `open_file` and `directory_files` replace the operating system. Several
+        paths share the blocks in proportion to what `measure` says of them. May block for small
+        I/O and this measurement, and for reading whole commits when a manifest is damaged.
 
         Raises ConfigError: bad sizes, paths that cannot be used or do not belong together, a live
         owner (named), too little free disk, a capacity or alignment the commit does not fit.
@@ -92,6 +95,7 @@ class NvmeStore:
             keep_commits=keep_commits,
             open_file=open_file,
             directory_files=directory_files or OsDirectoryFiles(),
+            measure=measure,
         )
         self._opened = opening.open(resume)
         self.access = self._opened.access
@@ -315,6 +319,7 @@ class NvmeStore:
                 written=self._workers.lanes[Direction.WRITE].copy(),
                 used_bytes=allocator.used_bytes,
                 used_bytes_max=allocator.used_bytes_max,
+                used_bytes_by_drive=allocator.used_bytes_by_drive,
                 capacity_bytes=allocator.capacity_bytes,
                 num_blocks=len(self._table),
                 num_transfers=self._queue.num_transfers,

@@ -44,6 +44,11 @@ class BlockAllocator(Protocol):
         ...
 
     @property
+    def used_bytes_by_drive(self) -> tuple[int, ...]:
+        """The parts of `used_bytes`."""
+        ...
+
+    @property
     def free_bytes(self) -> int:
         """Bytes in no extent, however fragmented."""
         ...
@@ -105,6 +110,11 @@ class StripedAllocator:
     def largest_free_bytes(self) -> int:
         """The largest room in one piece."""
         return max(drive.largest_free_bytes for drive in self.drives)
+
+    @property
+    def used_bytes_by_drive(self) -> tuple[int, ...]:
+        """The parts of `used_bytes`."""
+        return tuple(drive.used_bytes for drive in self.drives)
 
     @property
     def num_extents(self) -> int:
