@@ -52,8 +52,13 @@ def untyped(nbytes: int) -> tuple[Run, ...]:
     return (Run(UNTYPED, 1, 0, nbytes),) if nbytes else ()
 
 
-def check_runs(runs: Sequence[Run], nbytes: int) -> None:
-    """Raise ValueError unless `runs` are in order, apart from each other and inside a block."""
+def checked_runs(runs: Sequence[Run] | None, nbytes: int) -> tuple[Run, ...]:
+    """The runs of a block of `nbytes`; without any given, plain bytes.
+
+    Raises ValueError unless they are in order, apart from each other and inside the block.
+    """
+    if runs is None:
+        return untyped(nbytes)
     end = 0
     for run in runs:
         if not end <= run.start <= run.stop <= nbytes:
@@ -61,6 +66,7 @@ def check_runs(runs: Sequence[Run], nbytes: int) -> None:
         if run.item_bytes not in ITEM_BYTES:
             raise ValueError(f"{run}: items of 1, 2 or 4 bytes are possible")
         end = run.stop
+    return tuple(runs)
 
 
 def pieces_of(runs: Sequence[Run], start: int, stop: int) -> list[Piece]:

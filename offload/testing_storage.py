@@ -292,3 +292,11 @@ def filled_buffer(
     generator = np.random.default_rng([seed, nbytes])
     buffer[:nbytes] = np.frombuffer(generator.bytes(nbytes), np.uint8)
     return buffer
+
+
+def moments(nbytes: int, seed: int = 0, *, skew_bytes: int = 0) -> npt.NDArray[np.uint8]:
+    """Bytes of squared float32 noise (one in four compresses), placed as `filled_buffer` does."""
+    buffer = aligned_buffer(nbytes + skew_bytes, ALIGNMENT_BYTES_MIN)[skew_bytes:]
+    values = np.random.default_rng([seed, nbytes]).standard_normal(nbytes // 4 + 1, np.float32)
+    buffer[:] = (values * values).view(np.uint8)[:nbytes]
+    return buffer

@@ -20,6 +20,7 @@ import struct
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -172,3 +173,18 @@ def address_of(data: memoryview) -> int:
     if data.nbytes == 0:
         return 0
     return int(np.frombuffer(data, np.uint8).ctypes.data)
+
+
+def bytes_of(buffer: Any, nbytes: int | None) -> tuple[memoryview, int]:
+    """`buffer` as contiguous bytes, and how many of them count: `nbytes`, by default all.
+
+    Raises ValueError for a buffer that is not contiguous or shorter than that.
+    """
+    view = memoryview(buffer)
+    if not view.c_contiguous:
+        raise ValueError("the buffer must be contiguous")
+    data = view.cast("B") if view.nbytes else memoryview(bytearray())
+    length_bytes = data.nbytes if nbytes is None else nbytes
+    if not 0 <= length_bytes <= data.nbytes:
+        raise ValueError(f"{length_bytes} bytes of a buffer of {data.nbytes}")
+    return data, length_bytes

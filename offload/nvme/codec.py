@@ -17,14 +17,34 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from offload.nvme.codec_policy import CodecPolicy, ComponentCodec, DriveSpeed, Sample
-from offload.runs import GAP, Piece, Run, pieces_of
+from offload.nvme.aligned import AccessMode
+from offload.nvme.codec_policy import (
+    SAMPLE_BYTES_MAX,
+    CodecPolicy,
+    ComponentCodec,
+    DriveSpeed,
+    Sample,
+)
+from offload.nvme.drive_meter import DriveMeter, metered
+from offload.nvme.files import OpenFile
+from offload.runs import GAP, ITEM_BYTES, Piece, Run, pieces_of
 from ops import clock
-from ops.codec import EncodedFrame, Segment, encode_frame, new_scratch, pack_segment, unpack_segment
+from ops.codec import (
+    FRAME_BYTES_MAX,
+    EncodedFrame,
+    Segment,
+    encode_frame,
+    new_scratch,
+    pack_segment,
+    unpack_segment,
+)
+from ops.errors import ConfigError
 from ops.kernels.arrays import U8
 from ops.units import round_up
 
 log = logging.getLogger(__name__)
+
+CODECS = ("none", "lz4")
 
 
 @dataclass(frozen=True)
@@ -55,12 +75,29 @@ class FrameCodec:
         self._core_seconds = core_seconds
         self._lock = threading.Lock()
         self._policy = CodecPolicy()
-        self._logged: set[str] = set()
+        self._logged: set[str] = {GAP}
+        # Kernels compile, and a missing package is missed, now and not on a worker in a step.
+        scratch, item = new_scratch(), memoryview(bytearray(8))
+        for item_bytes in ITEM_BYTES:
+            unpack_segment(memoryview(pack_segment(item, item_bytes, scratch)), item, item_bytes)
 
-    @staticmethod
-    def new_scratch() -> U8:
-        """Memory for one worker to encode in."""
-        return new_scratch()
+    def wants(self, runs: Sequence[Run], nbytes: int) -> bool:
+        """Whether the frames of a block of `nbytes` with `runs` should pass through `encode`.
+
+        If not, nothing in it is worth encoding now, nor due to be sampled; it counts as stored.
+        """
+        if nbytes <= self._alignment_bytes:
+            return False
+        if any(self._decisions({run.component for run in runs}).values()):
+            return True
+        with self._lock:
+            for component, _, start, stop in runs:
+                if self._policy.wants_sample(component, min(stop - start, FRAME_BYTES_MAX)):
+                    return True
+            for component, _, start, stop in runs:
+                num_frames = -(-stop // FRAME_BYTES_MAX) - start // FRAME_BYTES_MAX
+                self._policy.note_raw(component, num_frames)
+        return False
 
     def encode(
         self, data: memoryview, start: int, runs: Sequence[Run], scratch: U8, out: memoryview
@@ -90,7 +127,7 @@ class FrameCodec:
     ) -> None:
         start = 0
         for piece in pieces:
-            source = data[start : start + piece.nbytes]
+            source = data[start : start + min(piece.nbytes, SAMPLE_BYTES_MAX)]
             start += piece.nbytes
             with self._lock:
                 due = piece.component != GAP and self._policy.begin_sample(
@@ -101,33 +138,35 @@ class FrameCodec:
             begin_s = self._core_seconds()
             packed = pack_segment(source, piece.item_bytes, scratch)
             middle_s = self._core_seconds()
-            unpack_segment(memoryview(packed), out[: piece.nbytes], piece.item_bytes)
+            unpack_segment(memoryview(packed), out[: source.nbytes], piece.item_bytes)
             end_s = self._core_seconds()
-            sample = Sample(piece.nbytes, len(packed), middle_s - begin_s, end_s - middle_s)
+            sample = Sample(source.nbytes, len(packed), middle_s - begin_s, end_s - middle_s)
             with self._lock:
                 self._policy.note_sample(piece.component, sample)
 
     def _decide(self, pieces: Sequence[Piece]) -> list[Segment]:
+        packs = self._decisions({piece.component for piece in pieces})
+        return [Segment(piece.nbytes, piece.item_bytes, packs[piece.component]) for piece in pieces]
+
+    def _decisions(self, components: set[str]) -> dict[str, bool]:
+        """Whether to encode each of `components`; logs what is decided for the first time."""
         speed = self._speed()
         with self._lock:
-            segments = [
-                Segment(
-                    piece.nbytes,
-                    piece.item_bytes,
-                    piece.component != GAP and self._policy.encodes(piece.component, speed),
-                )
-                for piece in pieces
-            ]
+            encodes = {
+                name: name != GAP and self._policy.encodes(name, speed) for name in components
+            }
+            if components <= self._logged:
+                return encodes
             known = self._policy.components()
             news = [
-                (component, known[component])
-                for component in {piece.component for piece in pieces} - self._logged
-                if component in known and known[component].decision != "unknown"
+                (name, known[name])
+                for name in sorted(components - self._logged)
+                if name in known and known[name].decision != "unknown"
             ]
-            self._logged.update(component for component, _ in news)
-        for component, codec in news:
-            self._log(component, codec, speed)
-        return segments
+            self._logged.update(name for name, _ in news)
+        for name, codec in news:
+            self._log(name, codec, speed)
+        return encodes
 
     def _note(
         self, pieces: Sequence[Piece], segments: Sequence[Segment], encoded: EncodedFrame | None
@@ -156,3 +195,27 @@ class FrameCodec:
             speed.read_bytes_per_s / 1e6,
             speed.write_bytes_per_s / 1e6,
         )
+
+
+class CodecSetup:
+    """The codec that a store is to have, before the store is open."""
+
+    def __init__(self, codec: str, drive_speed: Callable[[], DriveSpeed] | None) -> None:
+        """`drive_speed` None: to be measured. ConfigError for a codec that does not exist."""
+        if codec not in CODECS:
+            raise ConfigError(f"offload.codec: {codec!r}; must be one of {', '.join(CODECS)}")
+        self._encodes = codec != "none"
+        self._meter = DriveMeter() if self._encodes and drive_speed is None else None
+        self._speed = drive_speed or (lambda: DriveSpeed(0.0, 0.0))
+        if self._meter is not None:
+            self._speed = self._meter.speed
+
+    def watched(self, open_file: OpenFile) -> OpenFile:
+        """`open_file`, measured if it has to be."""
+        return open_file if self._meter is None else metered(open_file, self._meter)
+
+    def new_codec(self, name: str, access: AccessMode) -> FrameCodec | None:
+        """The codec for the store `name`, or None where frames are written raw."""
+        if not self._encodes:
+            return None
+        return FrameCodec(name, access.alignment_bytes, self._speed)

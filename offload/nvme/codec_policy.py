@@ -8,10 +8,10 @@ read again. It saves the drive a share of that byte in both directions. It pays 
 in seconds per byte. A core-second counts as much as a second of the drive: with every core busy,
 what a worker spends on encoding, the step's compute goes without.
 
-A component's numbers come from a sample of its first frame and of every 256th after it; of frames
-that are stored encoded, the saved share is known anyway and noted. So what changes (moments start
-as zeros, another job shares the drive) is noticed. The decision changes only for a clear win or
-loss.
+A component's numbers come from a sample of a part of its first frame and of every 256th after it;
+of frames that are stored encoded, the saved share is known anyway and noted. So what changes
+(moments start as zeros, another job shares the drive) is noticed. The decision changes only for a
+clear win or loss.
 
 No clock, no locks, no I/O: whoever measures passes the numbers in.
 """
@@ -23,6 +23,12 @@ from dataclasses import dataclass, replace
 RESAMPLE_FRAMES = 256
 SAMPLE_BYTES_MIN = 4096
 """Less than this says nothing about a component, and saves nothing."""
+
+SAMPLE_BYTES_MAX = 128 << 10
+"""More tells no more: a compressor that looks back 64 KiB shows itself in 128."""
+
+PATIENCE_FRAMES = 64
+"""How many more frames are written before a sample that was asked for is asked for again."""
 
 _CLEARLY = 1.1
 _NEWEST_WEIGHT = 0.5
@@ -80,18 +86,33 @@ class CodecPolicy:
     def __init__(self) -> None:
         self._components: dict[str, ComponentCodec] = {}
         self._samples_begun: dict[str, int] = {}
+        self._asked_at: dict[str, int] = {}
+
+    def wants_sample(self, component: str, nbytes: int) -> bool:
+        """Whether a block about to be written, with `nbytes` of `component` in its frames, should
+        be looked at because a sample is due.
+
+        Asks for one block at a time: many may be queued before the first of them is written.
+        """
+        frames = self._frames(component)
+        asked_at = self._asked_at.get(component)
+        if not self._sample_is_due(component, nbytes) or (
+            asked_at is not None and frames < asked_at + PATIENCE_FRAMES
+        ):
+            return False
+        self._asked_at[component] = frames
+        return True
 
     def begin_sample(self, component: str, nbytes: int) -> bool:
-        """Whether the caller should sample the `nbytes` of `component` in the frame at hand.
+        """Whether the caller should sample the frame at hand, which holds `nbytes` of `component`.
 
-        Says so once for each sample that is due; `note_sample` follows.
+        Says so once for each sample that is due; `note_sample` must follow.
         """
-        known, begun = self._of(component), self._samples_begun.get(component, 0)
-        frames = known.frames_encoded + known.frames_raw
-        if nbytes < SAMPLE_BYTES_MIN or frames < begun * RESAMPLE_FRAMES:
-            return False
-        self._samples_begun[component] = begun + 1
-        return True
+        due = self._sample_is_due(component, nbytes)
+        if due:
+            self._samples_begun[component] = self._samples_begun.get(component, 0) + 1
+            self._asked_at.pop(component, None)
+        return due
 
     def note_sample(self, component: str, sample: Sample) -> None:
         """Take in the result of a sample."""
@@ -127,10 +148,10 @@ class CodecPolicy:
             self._components[component] = replace(known, decision=decision)
         return pays
 
-    def note_raw(self, component: str) -> None:
-        """Count a frame in which `component` was stored as it is, without an attempt."""
+    def note_raw(self, component: str, num_frames: int = 1) -> None:
+        """Count frames in which `component` was stored as it is, without an attempt."""
         known = self._of(component)
-        self._components[component] = replace(known, frames_raw=known.frames_raw + 1)
+        self._components[component] = replace(known, frames_raw=known.frames_raw + num_frames)
 
     def note_attempt(self, component: str, nbytes: int, stored_bytes: int) -> None:
         """Count a frame whose `nbytes` of `component` take `stored_bytes` after an attempt."""
@@ -146,6 +167,14 @@ class CodecPolicy:
     def components(self) -> dict[str, ComponentCodec]:
         """A snapshot by component."""
         return dict(self._components)
+
+    def _sample_is_due(self, component: str, nbytes: int) -> bool:
+        begun = self._samples_begun.get(component, 0)
+        return nbytes >= SAMPLE_BYTES_MIN and self._frames(component) >= begun * RESAMPLE_FRAMES
+
+    def _frames(self, component: str) -> int:
+        known = self._of(component)
+        return known.frames_encoded + known.frames_raw
 
     def _of(self, component: str) -> ComponentCodec:
         return self._components.get(component) or ComponentCodec()

@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable
 
 from offload.nvme.codec_policy import DriveSpeed
+from offload.nvme.files import Buffers, OpenFile, StorageFile
 from offload.nvme.transfers import Direction
 from ops import clock
 
@@ -69,3 +70,53 @@ class DriveMeter:
     def _per_s(self, direction: Direction) -> float:
         busy_s = self._busy_s[direction]
         return self._bytes[direction] / busy_s if self._known[direction] and busy_s else 0.0
+
+
+class MeteredFile:
+    """A `StorageFile` whose transfers are watched by `meter`."""
+
+    def __init__(self, inner: StorageFile, meter: DriveMeter) -> None:
+        self._inner = inner
+        self._meter = meter
+
+    @property
+    def path(self) -> str:
+        return self._inner.path
+
+    def readv_into(self, buffers: Buffers, offset: int) -> int:
+        return self._watch(self._inner.readv_into, Direction.READ, buffers, offset)
+
+    def writev_from(self, buffers: Buffers, offset: int) -> int:
+        return self._watch(self._inner.writev_from, Direction.WRITE, buffers, offset)
+
+    def sync(self) -> None:
+        self._inner.sync()
+
+    def truncate(self, nbytes: int) -> None:
+        self._inner.truncate(nbytes)
+
+    def allocate(self, offset: int, nbytes: int) -> None:
+        self._inner.allocate(offset, nbytes)
+
+    def close(self) -> None:
+        self._inner.close()
+
+    def _watch(
+        self,
+        call: Callable[[Buffers, int], int],
+        direction: Direction,
+        buffers: Buffers,
+        offset: int,
+    ) -> int:
+        moved_bytes = 0
+        self._meter.start(direction)
+        try:
+            moved_bytes = call(buffers, offset)
+        finally:
+            self._meter.finish(direction, moved_bytes)
+        return moved_bytes
+
+
+def metered(open_file: OpenFile, meter: DriveMeter) -> OpenFile:
+    """`open_file`, with every file it opens watched by `meter`: several drives are one."""
+    return lambda path, direct: MeteredFile(open_file(path, direct), meter)

@@ -23,11 +23,12 @@ import xxhash
 
 from offload.nvme.extents import Extent
 from offload.nvme.table import StoredBlock
-from ops.checksum import num_chunks
+from ops.checksum import CHUNK_BYTES, num_chunks
 
 MAGIC = b"\x89HRCOLD\n"
 FORMAT_VERSION = 1
 MANIFEST_BYTES_MAX = 1 << 30
+CODEC = "lz4"
 _HEAD = struct.Struct("<8sIIQQQ")  # magic, format, zero, generation, JSON bytes, checksum bytes
 _DIGEST_BYTES = 16
 HEADER_BYTES = _HEAD.size + _DIGEST_BYTES
@@ -89,7 +90,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
             name,
             stored.nbytes,
             stored.version,
-            None,
+            None if stored.encoded_bytes is None else [CODEC, list(stored.encoded_bytes)],
             [[x.drive, x.offset, x.nbytes] for x in stored.extents if x.nbytes],
         ]
         for name, stored in manifest.blocks.items()
@@ -198,7 +199,7 @@ def _blocks(fields: dict[str, Any], checksums: array[int]) -> dict[str, StoredBl
         name, nbytes, version, codec, rows = entry
         _require(isinstance(name, str) and name not in blocks, "bad or repeated block name")
         _require(_is_size(nbytes) and _is_size(version), f"bad numbers of block {name!r}")
-        _require(codec is None, f"unknown codec of block {name!r}")
+        encoded_bytes = _encoded_bytes(codec, name, nbytes)
         _require(isinstance(rows, list), f"bad extents of block {name!r}")
         extents = [_extent(row, name, alignment_bytes, file_bytes) for row in rows]
         total_bytes = sum(extent.nbytes for extent in extents)
@@ -211,12 +212,41 @@ def _blocks(fields: dict[str, Any], checksums: array[int]) -> dict[str, StoredBl
         last = first + num_chunks(nbytes)
         _require(last <= len(checksums), "too few checksums")
         extents = extents or [Extent(0, 0)]  # as the allocator gives an empty block
-        blocks[name] = StoredBlock(extents, nbytes, checksums[first:last], 0, version)
+        blocks[name] = StoredBlock(
+            extents,
+            nbytes,
+            checksums[first:last],
+            pins=0,
+            version=version,
+            encoded_bytes=encoded_bytes,
+        )
         first = last
     _require(first == len(checksums), "too many checksums")
     overlap = first_overlap(blocks)
     _require(overlap is None, f"blocks {overlap} overlap")
     return blocks
+
+
+def _encoded_bytes(codec: Any, name: str, nbytes: int) -> array[int] | None:
+    """Lengths of encoded chunks; each is shorter than the chunk it stands for."""
+    if codec is None:
+        return None
+    _require(
+        isinstance(codec, list) and len(codec) == 2 and codec[0] == CODEC,
+        f"unknown codec of block {name!r}",
+    )
+    lengths = codec[1]
+    _require(
+        isinstance(lengths, list)
+        and len(lengths) == num_chunks(nbytes)
+        and all(map(_is_size, lengths))
+        and all(
+            length < min(CHUNK_BYTES, nbytes - chunk * CHUNK_BYTES)
+            for chunk, length in enumerate(lengths)
+        ),
+        f"bad encoded lengths of block {name!r}",
+    )
+    return array("I", lengths)
 
 
 def _extent(row: Any, name: str, alignment_bytes: int, file_bytes: list[int]) -> Extent:

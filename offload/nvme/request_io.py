@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from offload.nvme.aligned import AccessMode, aligned_buffer
 from offload.nvme.files import Preallocator, StorageFile, read_fully, write_fully
 from offload.nvme.table import StoredBlock
-from offload.nvme.transfers import Direction, Request
+from offload.nvme.transfers import Direction, Request, Transfer
 from ops.checksum import CHUNK_BYTES, fill_checksums, first_mismatch
 from ops.errors import StorageError
 from ops.units import round_up
@@ -50,14 +50,15 @@ class Drive:
 
 @dataclass(slots=True)
 class Outcome:
-    """What became of one request: the bytes of padding moved with it, or why it failed."""
+    """What became of one request: the bytes moved for it and the padding, or why it failed."""
 
+    payload_bytes: int = 0
     padding_bytes: int = 0
     error: Exception | None = None
 
 
 @dataclass(slots=True)
-class _Part:
+class Part:
     """`memory` for bytes `[start, stop)` of a block and their padding, at `offset` of `drive`."""
 
     request: Request
@@ -74,8 +75,8 @@ class _Part:
         return self.offset + self.memory.nbytes
 
 
-class _CallFailed(Exception):
-    """A system call failed; `request` is the first that it may not have moved."""
+class CallFailed(Exception):
+    """A system call failed with `error`; `request` is the first that it may not have moved."""
 
     def __init__(self, request: Request, error: StorageError) -> None:
         super().__init__(str(error))
@@ -103,9 +104,9 @@ class RequestIo:
         first = 0  # of those still to be done, one by one
         if len(requests) > 1:
             try:
-                self._move(requests, bounce, outcomes)
+                self.move(requests, bounce, outcomes)
                 first = len(requests)
-            except _CallFailed as failed:
+            except CallFailed as failed:
                 first = next(i for i, request in enumerate(requests) if request is failed.request)
                 log.warning("%s; trying %d blocks one by one", failed, len(requests) - first)
             except Exception as error:
@@ -114,29 +115,29 @@ class RequestIo:
         for index, (request, outcome) in enumerate(zip(requests, outcomes)):
             try:
                 if failure is None and index >= first:
-                    outcome.padding_bytes = 0
-                    self._move([request], bounce, [outcome])
+                    outcome.payload_bytes = outcome.padding_bytes = 0
+                    self.move([request], bounce, [outcome])
                 if failure is None and request.transfer.direction is Direction.READ:
-                    self._verify(request)
+                    self.verify(request)
             except CorruptBlock as error:
                 outcome.error = error
-            except _CallFailed as failed:
+            except CallFailed as failed:
                 failure = failed.error
             except Exception as error:
                 failure = error
             outcome.error = outcome.error or failure
         return outcomes
 
-    def _move(
+    def move(
         self, requests: Sequence[Request], bounce: memoryview, outcomes: Sequence[Outcome]
     ) -> None:
-        """All parts of `requests`, in as few calls as lie side by side; raises _CallFailed."""
+        """All parts of `requests`, in as few calls as lie side by side; raises CallFailed."""
         # Neighbours are moved with the gaps between them, so that they are one run of bytes.
         unit = self._io_alignment_bytes if len(requests) == 1 else self._alignment_bytes
-        call: list[_Part] = []
+        call: list[Part] = []
         bounced_bytes = 0
         for request, outcome in zip(requests, outcomes):
-            transfer, stored = request.transfer, _stored(request)
+            transfer, stored = request.transfer, stored_of(request)
             is_write = transfer.direction is Direction.WRITE
             if is_write and request.stop > request.start:
                 data = transfer.data[request.start : request.stop]
@@ -146,7 +147,7 @@ class RequestIo:
                 wanted_bytes = round_up(stop - start, unit)
                 fits = direct or bounced_bytes + wanted_bytes <= bounce.nbytes
                 if call and not (fits and (call[-1].drive, call[-1].end) == (drive, offset)):
-                    self._call(call)
+                    self.call(call)
                     call, bounced_bytes = [], 0
                 if direct:
                     memory = transfer.data[start : start + wanted_bytes]
@@ -156,12 +157,13 @@ class RequestIo:
                     if is_write:
                         memory[: stop - start] = transfer.data[start:stop]
                         memory[stop - start :] = bytes(wanted_bytes - (stop - start))
-                call.append(_Part(request, start, stop, drive, offset, memory, not direct))
+                call.append(Part(request, start, stop, drive, offset, memory, not direct))
+                outcome.payload_bytes += stop - start
                 outcome.padding_bytes += wanted_bytes - (stop - start)
         if call:
-            self._call(call)
+            self.call(call)
 
-    def _call(self, parts: list[_Part]) -> None:
+    def call(self, parts: list[Part]) -> None:
         """Move `parts`, which lie side by side on one drive, by one system call (if not short)."""
         first, last = parts[0], parts[-1]
         drive, transfer = self._drives[first.drive], first.request.transfer
@@ -184,7 +186,7 @@ class RequestIo:
         for part in parts:
             if part.end - first.offset > done_bytes:
                 assert failure is not None
-                raise _CallFailed(part.request, failure) from failure
+                raise CallFailed(part.request, failure) from failure
             if part.bounced and not is_write:
                 part.request.transfer.data[part.start : part.stop] = part.memory[
                     : part.stop - part.start
@@ -219,28 +221,37 @@ class RequestIo:
         if body_stop < stop:
             yield body_stop, stop, False
 
-    def _verify(self, request: Request) -> None:
-        transfer, stored = request.transfer, _stored(request)
+    def verify(self, request: Request) -> None:
+        """Raise CorruptBlock unless the raw bytes that were read are those that were written."""
+        transfer, stored = request.transfer, stored_of(request)
         data = transfer.data[request.start : request.stop]
         mismatch = first_mismatch(stored.checksums, data, request.start)
-        if mismatch is None:
-            return
-        chunk, found = mismatch
-        start = chunk * CHUNK_BYTES
-        chunk_bytes = min(CHUNK_BYTES, transfer.nbytes - start)
-        drive, offset, _ = stored.locate(start)
-        raise CorruptBlock(
-            f"checksum mismatch: stored {stored.checksums[chunk]:016x}, read {found:016x}; "
-            "the block is corrupt and was not used",
+        if mismatch is not None:
+            chunk, found = mismatch
+            chunk_bytes = min(CHUNK_BYTES, transfer.nbytes - chunk * CHUNK_BYTES)
+            raise self.corrupt(
+                transfer,
+                chunk,
+                f"checksum mismatch: stored {stored.checksums[chunk]:016x}, read {found:016x}",
+                chunk_bytes,
+            )
+
+    def corrupt(self, transfer: Transfer, chunk: int, reason: str, nbytes: int) -> CorruptBlock:
+        """The error for a chunk of which `nbytes` were read; names where it is."""
+        assert transfer.stored is not None
+        drive, offset, _ = transfer.stored.locate(chunk * CHUNK_BYTES)
+        return CorruptBlock(
+            f"{reason}; the block is corrupt and was not used",
             path=self._drives[drive].file.path,
             offset=offset,
             block=transfer.block,
-            wanted_bytes=chunk_bytes,
-            done_bytes=chunk_bytes,
+            wanted_bytes=nbytes,
+            done_bytes=nbytes,
         )
 
 
-def _stored(request: Request) -> StoredBlock:
+def stored_of(request: Request) -> StoredBlock:
+    """The version of the block that `request` writes or reads."""
     stored = request.transfer.stored
     assert stored is not None
     return stored

@@ -17,12 +17,14 @@ Threads: any thread may call; callbacks run on workers and must not call `write`
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
-from offload.nvme.aligned import AccessMode, address_of
+from offload.nvme.aligned import AccessMode, address_of, bytes_of
 from offload.nvme.bandwidth import Measure, measure_bandwidth
+from offload.nvme.codec import CodecSetup
+from offload.nvme.codec_policy import DriveSpeed
 from offload.nvme.commit import CommitCut, CommitRecord, Commits, sync_data
 from offload.nvme.directory import check_settings
 from offload.nvme.files import (
@@ -32,6 +34,7 @@ from offload.nvme.files import (
     Preallocator,
     open_os_file,
 )
+from offload.nvme.frame_io import FrameIo
 from offload.nvme.handle import Handle
 from offload.nvme.opening import Opening
 from offload.nvme.ordering import TransferOrder
@@ -40,6 +43,7 @@ from offload.nvme.stats import CAUSES, StoreStats
 from offload.nvme.table import BlockTable, HeldVersion, StoredBlock
 from offload.nvme.transfers import Direction, Transfer, TransferQueue
 from offload.nvme.workers import Workers
+from offload.runs import Run, checked_runs
 from ops.errors import StorageError
 
 
@@ -68,6 +72,8 @@ class NvmeStore:
         resume: bool = False,
         directory_files: DirectoryFiles | None = None,
         measure: Measure = measure_bandwidth,
+        codec: str = "none",
+        drive_speed: Callable[[], DriveSpeed] | None = None,
     ) -> None:
         """Become the owner of this rank's directory under `paths` and open a store in it.
 
@@ -76,8 +82,10 @@ class NvmeStore:
         (default: the capacity) must be free on the disk now. `transfers_max` bounds transfers in
         flight. `access` overrides probing the file system, `base_offset` leaves the start of the
         data file unused, `open_file` and `directory_files` replace the operating system. Several
-        paths share the blocks in proportion to what `measure` says of them. May block for small
-        I/O and this measurement, and for reading whole commits when a manifest is damaged.
+        paths share the blocks in proportion to what `measure` says of them. With `codec` `lz4`
+        frames are encoded where it pays (`offload/nvme/codec.py`), at the drive's speed as measured
+        or as `drive_speed` tells; what is encoded already is read with any codec. May block for
+        small I/O, measurements, and for reading whole commits when a manifest is damaged.
 
         Raises ConfigError: bad sizes, paths that cannot be used or do not belong together, a live
         owner (named), too little free disk, a capacity or alignment the commit does not fit.
@@ -85,6 +93,7 @@ class NvmeStore:
         the store is missing.
         """
         check_settings(capacity_bytes, workers, request_bytes, transfers_max, keep_commits)
+        setup = CodecSetup(codec, drive_speed)
         opening = Opening(
             paths=(paths,) if isinstance(paths, str) else tuple(paths),
             rank=rank,
@@ -93,7 +102,7 @@ class NvmeStore:
             base_offset=base_offset,
             access=access,
             keep_commits=keep_commits,
-            open_file=open_file,
+            open_file=setup.watched(open_file),
             directory_files=directory_files or OsDirectoryFiles(),
             measure=measure,
         )
@@ -105,7 +114,8 @@ class NvmeStore:
             Drive(file, Preallocator(file, base_offset, file_bytes))
             for file, file_bytes in zip(self._opened.files, self._opened.file_bytes)
         ]
-        io = RequestIo(drives, self.access)
+        self._codec = setup.new_codec(self.directory, self.access)
+        io = FrameIo(RequestIo(drives, self.access), self.access, self._codec)
         self._queue = TransferQueue(request_bytes, transfers_max)
         self._order = TransferOrder(self._table, self._queue)
         try:
@@ -116,7 +126,7 @@ class NvmeStore:
             self._opened.close()
             raise
         self._closed = False
-        self._workers = Workers(workers, self._queue, self._order, io, self.access)
+        self._workers = Workers(workers, self._queue, self._order, io)
 
     @property
     def directory(self) -> str:
@@ -153,6 +163,7 @@ class NvmeStore:
         deadline: int = 0,
         version: int = 0,
         transient: bool = False,
+        runs: Sequence[Run] | None = None,
     ) -> Handle:
         """Store the first `nbytes` (default: all) of `buffer` as `block`; returns at once.
 
@@ -160,15 +171,18 @@ class NvmeStore:
         Without a copy when its address is aligned; what is longer than `nbytes` serves as padding
         and is written as it is. `cause` is one of `CAUSES`; a smaller `deadline` goes first. Writes
         of one block happen in the order of the calls. `version` (at least 0) is kept with the
-        block; a `transient` block is in no commit. May block while `transfers_max` transfers are
-        in flight or while room is about to be freed by them or by a publish. Raises StorageError
-        when the capacity is exhausted (nothing has changed then) or an earlier I/O failed;
-        ValueError for a bad argument.
+        block; a `transient` block is in no commit. `runs` (default: plain bytes) say what the block
+        consists of, which helps a codec. May block while `transfers_max` transfers are in flight or
+        while room is about to be freed by them or by a publish. Raises StorageError when the
+        capacity is exhausted (nothing has changed then) or an earlier I/O failed; ValueError for a
+        bad argument.
         """
-        data, length_bytes = _bytes_of(buffer, nbytes)
+        data, length_bytes = bytes_of(buffer, nbytes)
         self._check_call(cause)
         if version < 0:
             raise ValueError(f"version {version} of block {block!r} is negative")
+        typed = checked_runs(runs, length_bytes)
+        encodes = self._codec is not None and self._codec.wants(typed, length_bytes)
         with self._queue.lock:
             self._queue.admit()
             try:
@@ -176,7 +190,11 @@ class NvmeStore:
             except BaseException:
                 self._queue.leave()
                 raise
-            return self._submit(Direction.WRITE, block, data, length_bytes, cause, deadline, stored)
+            if encodes:
+                stored.expect_encoded()
+            return self._submit(
+                Direction.WRITE, block, data, length_bytes, cause, deadline, stored, typed
+            )
 
     def read(
         self, block: str, buffer: Any, cause: str, *, nbytes: int | None = None, deadline: int = 0
@@ -190,7 +208,7 @@ class NvmeStore:
         May block as `write`. Raises StorageError for an unknown block, another length or an earlier
         I/O failure.
         """
-        data, length_bytes = _bytes_of(buffer, nbytes)
+        data, length_bytes = bytes_of(buffer, nbytes)
         if data.readonly:
             raise ValueError(f"cannot read block {block!r} into a read-only buffer")
         self._check_call(cause)
@@ -201,7 +219,7 @@ class NvmeStore:
             except BaseException:
                 self._queue.leave()
                 raise
-            return self._submit(Direction.READ, block, data, length_bytes, cause, deadline, None)
+            return self._submit(Direction.READ, block, data, length_bytes, cause, deadline)
 
     def hurry(self, handle: Handle, deadline: int) -> None:
         """Make a transfer in flight at least as urgent as `deadline`; does not block.
@@ -324,7 +342,8 @@ class NvmeStore:
                 num_blocks=len(self._table),
                 num_transfers=self._queue.num_transfers,
                 num_transfers_max=self._queue.num_transfers_peak,
-                bounce_buffer_bytes=self._workers.bounce_buffer_bytes,
+                bounce_buffer_bytes=self._workers.memory_bytes,
+                codec=None if self._codec is None else self._codec.stats(),
             )
 
     def close(self, *, delete: bool = False) -> None:
@@ -400,7 +419,8 @@ class NvmeStore:
         length_bytes: int,
         cause: str,
         deadline: int,
-        stored: StoredBlock | None,
+        stored: StoredBlock | None = None,
+        runs: tuple[Run, ...] = (),
     ) -> Handle:
         transfer = Transfer(
             direction=direction,
@@ -412,6 +432,7 @@ class NvmeStore:
             deadline=deadline,
             stored=stored,
             handle=Handle(block, self._workers.refuse_on_worker),
+            runs=runs,
         )
         self._order.start(transfer)
         return transfer.handle
@@ -420,15 +441,3 @@ class NvmeStore:
         if cause not in CAUSES:
             raise ValueError(f"cause {cause!r} is not one of {', '.join(CAUSES)}")
         self._workers.refuse_on_worker()
-
-
-def _bytes_of(buffer: Any, nbytes: int | None) -> tuple[memoryview, int]:
-    """`buffer` as contiguous bytes, and how many of them are the block's."""
-    view = memoryview(buffer)
-    if not view.c_contiguous:
-        raise ValueError("the buffer must be contiguous")
-    data = view.cast("B") if view.nbytes else memoryview(bytearray())
-    length_bytes = data.nbytes if nbytes is None else nbytes
-    if not 0 <= length_bytes <= data.nbytes:
-        raise ValueError(f"{length_bytes} bytes of a buffer of {data.nbytes}")
-    return data, length_bytes

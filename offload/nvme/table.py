@@ -26,8 +26,9 @@ class StoredBlock:
 
     `nbytes` is its logical length, without padding; the `extents`, in the order of its bytes, are
     the room it takes: one, unless free room is fragmented. `checksums` has one xxh3-64 per chunk of
-    the logical bytes. `version` is the caller's number for this content; what is `transient` is in
-    no commit.
+    the stored bytes. `version` is the caller's number for this content; what is `transient` is in
+    no commit. `encoded_bytes` has the length of each chunk that is stored encoded (0: it is raw);
+    None when none is.
     """
 
     extents: list[Extent]
@@ -36,6 +37,7 @@ class StoredBlock:
     pins: int = 1
     version: int = 0
     transient: bool = False
+    encoded_bytes: array[int] | None = None
 
     def locate(self, start: int) -> tuple[int, int, int]:
         """Drive and file offset of byte `start` of the block, and the bytes that follow there."""
@@ -44,6 +46,15 @@ class StoredBlock:
                 return extent.drive, extent.offset + start, extent.nbytes - start
             start -= extent.nbytes
         raise ValueError(f"byte {start} behind the last extent")
+
+    def stored_bytes(self, chunk: int) -> int:
+        """How many bytes a checksum chunk has on the disk, without padding."""
+        encoded_bytes = 0 if self.encoded_bytes is None else self.encoded_bytes[chunk]
+        return encoded_bytes or min(CHUNK_BYTES, self.nbytes - chunk * CHUNK_BYTES)
+
+    def expect_encoded(self) -> None:
+        """Make room for lengths of encoded chunks, before the block is written."""
+        self.encoded_bytes = array("I", bytes(4 * len(self.checksums)))
 
     def one_drive_until(self, start: int, stop: int) -> int:
         """Where a request for bytes `[start, stop)` should end to stay on one drive.
@@ -105,6 +116,8 @@ class BlockTable:
 
     def publish(self, block: str, stored: StoredBlock) -> None:
         """Make `stored` the version of `block`, taking over its writer's pin; unpin the old one."""
+        if stored.encoded_bytes is not None and not any(stored.encoded_bytes):
+            stored.encoded_bytes = None
         old = self._blocks.get(block)
         self._blocks[block] = stored
         if old is not None:

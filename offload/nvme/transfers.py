@@ -27,6 +27,7 @@ from dataclasses import dataclass, field
 
 from offload.nvme.handle import Handle
 from offload.nvme.table import StoredBlock
+from offload.runs import Run
 from ops.errors import StorageError
 
 TAIL_SHARE = 4  # less than this part of a request left over is moved with the last one
@@ -45,7 +46,8 @@ class Transfer:
     """One block on its way: `data` holds (or receives) its `nbytes` logical bytes.
 
     `data` may be longer than `nbytes`: the rest is scratch for padding. `stored` is the version
-    that is written or read; a read behind a write learns it when the write has finished.
+    that is written or read; a read behind a write learns it when the write has finished. `runs` say
+    what the bytes being written are.
     """
 
     direction: Direction
@@ -57,6 +59,7 @@ class Transfer:
     deadline: int
     stored: StoredBlock | None
     handle: Handle
+    runs: tuple[Run, ...] = ()
     runs_after: Transfer | None = None
     dependents: list[Transfer] = field(default_factory=list)
     next_start: int = 0
@@ -241,6 +244,8 @@ class TransferQueue:
                     del index[key]
 
     def _is_small(self, transfer: Transfer, stored: StoredBlock) -> bool:
+        if stored.encoded_bytes is not None:  # is moved frame by frame
+            return False
         return 0 < transfer.nbytes < self._request_bytes and len(stored.extents) == 1
 
     def _neighbours(self, transfer: Transfer) -> list[Transfer]:

@@ -44,11 +44,10 @@ class BlockReader:
         self._buffer = aligned_buffer(CHUNK_BYTES, access.alignment_bytes).data
 
     def chunks(self, block: str, stored: StoredBlock) -> Iterator[tuple[int, Damage | None]]:
-        """Read every chunk of `stored`: (its bytes, what is wrong with it)."""
+        """Read every chunk of `stored`: (its stored bytes, what is wrong with it)."""
         for chunk in range(num_chunks(stored.nbytes)):
-            start = chunk * CHUNK_BYTES
-            stop = min(start + CHUNK_BYTES, stored.nbytes)
-            yield stop - start, self._check(block, stored, chunk, start, stop)
+            start, nbytes = chunk * CHUNK_BYTES, stored.stored_bytes(chunk)
+            yield nbytes, self._check(block, stored, chunk, start, start + nbytes)
 
     def first_damage(self, block: str, stored: StoredBlock) -> Damage | None:
         """The first damaged chunk of `stored`, if there is one."""

@@ -1,6 +1,6 @@
 """The threads that draw requests from the queue and settle what they have done.
 
-Invariants: a bounded number of threads, each with its own bounce buffer, taken at start; a transfer
+Invariants: a bounded number of threads, each with its own memory, taken at start; a transfer
 completes its handle without any lock held, so callbacks may take their own. Bytes are counted when
 a request has succeeded.
 """
@@ -9,15 +9,9 @@ from __future__ import annotations
 
 import threading
 
-from offload.nvme.aligned import AccessMode
+from offload.nvme.frame_io import FrameIo, WorkerMemory
 from offload.nvme.ordering import TransferOrder
-from offload.nvme.request_io import (
-    BOUNCE_BYTES,
-    CorruptBlock,
-    Outcome,
-    RequestIo,
-    new_bounce_buffer,
-)
+from offload.nvme.request_io import CorruptBlock, Outcome
 from offload.nvme.stats import LaneStats
 from offload.nvme.transfers import Direction, Request, Transfer, TransferQueue
 
@@ -30,22 +24,22 @@ class Workers:
         num_workers: int,
         queue: TransferQueue,
         order: TransferOrder,
-        io: RequestIo,
-        access: AccessMode,
+        io: FrameIo,
     ) -> None:
         self.lanes = {direction: LaneStats() for direction in Direction}
-        self.bounce_buffer_bytes = BOUNCE_BYTES * num_workers
+        memories = [io.new_memory() for _ in range(num_workers)]
+        self.memory_bytes = sum(memory.nbytes for memory in memories)
         self._queue = queue
         self._order = order
         self._io = io
         self._threads = [
             threading.Thread(
                 target=self._work,
-                args=(new_bounce_buffer(access),),
+                args=(memory,),
                 name=f"nvme-{index}",
                 daemon=True,  # an owner that forgot to close must not keep the process from ending
             )
-            for index in range(num_workers)
+            for index, memory in enumerate(memories)
         ]
         for thread in self._threads:
             thread.start()
@@ -73,8 +67,9 @@ class Workers:
                     if not isinstance(error, CorruptBlock):
                         self._queue.latch(error)
                 elif not request.skip:
-                    payload_bytes = request.stop - request.start
-                    lane.count(transfer.cause, payload_bytes, outcome.padding_bytes)
+                    logical_bytes = request.stop - request.start
+                    moved = (outcome.payload_bytes, outcome.padding_bytes)
+                    lane.count(transfer.cause, logical_bytes, *moved)
                 if transfer.running == 0 and (transfer.exhausted or transfer.error is not None):
                     finished += self._order.settle(transfer)
         if not finished:
@@ -84,9 +79,9 @@ class Workers:
         with self._queue.lock:
             self._order.leave(len(finished))
 
-    def _work(self, bounce: memoryview) -> None:
+    def _work(self, memory: WorkerMemory) -> None:
         while (requests := self._queue.take()) is not None:
             skip = requests[0].skip
-            outcomes = [Outcome()] if skip else self._io.run(requests, bounce)
+            outcomes = [Outcome()] if skip else self._io.run(requests, memory)
             self._complete(requests, outcomes)  # an error reaches the caller at its next wait
             del requests, outcomes  # no buffer is kept while waiting for work

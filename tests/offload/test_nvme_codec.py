@@ -10,7 +10,7 @@ import pytest
 from offload.nvme.codec import FrameCodec
 from offload.nvme.codec_policy import DriveSpeed
 from offload.runs import Run, untyped
-from ops.codec import decode_frame
+from ops.codec import decode_frame, new_scratch
 
 MIB = 1 << 20
 UNIT = 4096
@@ -19,9 +19,9 @@ FAST = DriveSpeed(1.4e9, 2.0e9)
 
 
 class CoreClock:
-    """Core-seconds that pass with every look: encoding a frame takes 0.2 ms, decoding as much."""
+    """Core-seconds that pass with every look: encoding a sample takes 0.05 ms, decoding as much."""
 
-    def __init__(self, per_call: float = 2e-4) -> None:
+    def __init__(self, per_call: float = 5e-5) -> None:
         self._now, self._per_call = 0.0, per_call
 
     def __call__(self) -> float:
@@ -46,7 +46,7 @@ def noise(nbytes=MIB):
 def encode(codec, data, runs=None, start=0):
     out = memoryview(bytearray(MIB))
     runs = untyped(start + data.nbytes) if runs is None else runs
-    nbytes = codec.encode(memoryview(data), start, runs, codec.new_scratch(), out)
+    nbytes = codec.encode(memoryview(data), start, runs, new_scratch(), out)
     if nbytes:
         back = np.zeros_like(data)
         decode_frame(out[:nbytes], memoryview(back))
@@ -133,6 +133,33 @@ def test_every_decision_is_logged_once_for_each_component(caplog):
         "store: codec none for bytes",
     ]
     assert "reads 50 and writes 50 MB/s" in caplog.text
+
+
+def test_blocks_without_anything_to_gain_pass_by():
+    codec = codec_on(FAST)
+    assert codec.wants(STATE, 8 * MIB)  # to be sampled
+    assert encode(codec, moments(), STATE) == 0
+    for _ in range(31):
+        assert not codec.wants(STATE, 8 * MIB)
+    assert codec.stats().components["exp_avg_sq"].frames_raw == 1 + 31 * 8
+    assert not codec.wants(STATE, 8 * MIB)
+    assert codec.wants(STATE, 8 * MIB)  # the 256 frames are over: to be sampled again
+
+
+def test_blocks_with_something_to_gain_are_wanted():
+    codec = codec_on(SLOW)
+    encode(codec, moments(), STATE)
+    assert codec.wants(STATE, 8 * MIB)
+    assert not codec.wants(STATE, UNIT)
+
+
+def test_a_drive_that_becomes_slow_makes_blocks_wanted():
+    speed = FAST
+    codec = FrameCodec("store", UNIT, lambda: speed, core_seconds=CoreClock())
+    encode(codec, moments(), STATE)
+    assert not codec.wants(STATE, 8 * MIB)
+    speed = SLOW
+    assert codec.wants(STATE, 8 * MIB)
 
 
 def test_real_core_seconds_are_measured():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from offload.nvme.codec_policy import (
+    PATIENCE_FRAMES,
     RESAMPLE_FRAMES,
     SAMPLE_BYTES_MIN,
     CodecPolicy,
@@ -92,6 +93,21 @@ def test_the_first_frame_and_every_256th_after_it_are_sampled_once():
             policy.note_sample("m", TRAINED)
         policy.note_raw("m")
     assert sampled == [0, RESAMPLE_FRAMES, 2 * RESAMPLE_FRAMES]
+
+
+def test_a_sample_is_asked_of_one_block_at_a_time():
+    policy = CodecPolicy()
+    assert policy.wants_sample("m", MIB)
+    asked = []
+    for frame in range(2 * PATIENCE_FRAMES + 1):  # queued behind it, or it has failed
+        if policy.wants_sample("m", MIB):
+            asked.append(frame)
+        policy.note_raw("m")
+    assert asked == [PATIENCE_FRAMES, 2 * PATIENCE_FRAMES]
+    assert policy.begin_sample("m", MIB)
+    assert not policy.wants_sample("m", MIB)
+    policy.note_raw("m", RESAMPLE_FRAMES)
+    assert policy.wants_sample("m", MIB)
 
 
 def test_scraps_are_no_sample():

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from offload.nvme.drive_meter import KNOWN_BYTES_MIN, DriveMeter
+from offload.nvme.drive_meter import KNOWN_BYTES_MIN, DriveMeter, metered
 from offload.nvme.transfers import Direction
+from offload.testing_storage import Fault, FaultyStorage, filled_buffer
 
 READ, WRITE = Direction.READ, Direction.WRITE
 MB = 1_000_000
@@ -83,3 +84,29 @@ def test_a_very_slow_drive_becomes_known_all_the_same(meter, clock):
         clock.now += 1
         meter.finish(WRITE, MB)
     assert meter.speed().write_bytes_per_s == pytest.approx(MB)
+
+
+def test_a_metered_file_moves_the_same_bytes_and_counts_them(clock, meter, tmp_path):
+    file = metered(FaultyStorage(), meter)(str(tmp_path / "data.bin"), False)
+    written, read = filled_buffer(2 * KNOWN_BYTES_MIN), filled_buffer(2 * KNOWN_BYTES_MIN, seed=1)
+    half = KNOWN_BYTES_MIN
+    clock_at_start = clock.now
+    file.writev_from([written.data[:half], written.data[half:]], 0)
+    file.readv_into([read.data[:half], read.data[half:]], 0)
+    file.close()
+    assert (read == written).all()
+    assert clock.now == clock_at_start  # the time it took is none on this clock
+    assert meter.speed().read_bytes_per_s == 0.0
+
+
+def test_a_failed_transfer_ends_for_the_meter_too(clock, meter, tmp_path):
+    storage = FaultyStorage(Fault("error", "write"))
+    file = metered(storage, meter)(str(tmp_path / "data.bin"), False)
+    with pytest.raises(OSError):
+        file.writev_from([filled_buffer(4096).data], 0)
+    file.close()
+    for _ in range(2):  # had the failed one gone on, half of this time would be its own
+        meter.start(READ)
+        clock.now += 1
+        meter.finish(READ, 50 * MB)
+    assert meter.speed().read_bytes_per_s == pytest.approx(50 * MB)

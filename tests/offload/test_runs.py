@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offload.blocks import PARTS, TensorSpec, UnitLayout, UnitSpec
-from offload.runs import GAP, Piece, Run, check_runs, pieces_of, runs_of, untyped
+from offload.runs import GAP, Piece, Run, checked_runs, pieces_of, runs_of, untyped
 
 
 def layout(weight_dtype="bfloat16", frozen=False):
@@ -35,7 +35,7 @@ def test_runs_of_a_state_block_name_its_components_and_item_sizes():
 def test_runs_of_every_block_lie_inside_it(weight_dtype, part, frozen):
     unit = layout(weight_dtype, frozen)
     runs = runs_of(unit, part)
-    check_runs(runs, unit.nbytes(part))
+    assert checked_runs(runs, unit.nbytes(part)) == runs
     assert all(run.start < run.stop for run in runs)
 
 
@@ -52,7 +52,8 @@ def test_pieces_name_the_gaps_between_runs():
     assert pieces_of(runs, 8, 65) == [Piece("a", 2, 2), Piece(GAP, 1, 54), Piece("b", 4, 1)]
     assert pieces_of((), 0, 5) == [Piece(GAP, 1, 5)]
     assert pieces_of(untyped(9), 0, 9) == [Piece("bytes", 1, 9)]
-    assert untyped(0) == ()
+    assert untyped(0) == checked_runs(None, 0) == ()
+    assert checked_runs(None, 9) == untyped(9)
 
 
 @given(
@@ -86,4 +87,4 @@ def test_pieces_cover_what_was_asked_for_in_order(lengths, start, nbytes):
 )
 def test_runs_that_make_no_sense_are_refused(runs):
     with pytest.raises(ValueError, match="Run"):
-        check_runs(runs, 10)
+        checked_runs(runs, 10)
