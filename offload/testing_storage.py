@@ -18,7 +18,14 @@ import numpy as np
 import numpy.typing as npt
 
 from offload.nvme.aligned import ALIGNMENT_BYTES_MIN, AccessMode, address_of, aligned_buffer
-from offload.nvme.files import Buffers, OpenFile, StorageFile, open_os_file, slice_buffers
+from offload.nvme.files import (
+    Buffers,
+    OpenFile,
+    OsDirectoryFiles,
+    StorageFile,
+    open_os_file,
+    slice_buffers,
+)
 
 BUFFERED = AccessMode(direct=False, alignment_bytes=ALIGNMENT_BYTES_MIN, reason="test")
 """Access through the page cache, so that faults strike at exact bytes."""
@@ -281,6 +288,45 @@ class FaultyStorage:
         unit_bytes = ALIGNMENT_BYTES_MIN if direct else 1
         self.file = FaultyFile(self._open_file(path, direct), self.faults, unit_bytes)
         return self.file
+
+
+class FaultyDirectoryFiles(OsDirectoryFiles):
+    """Real `DirectoryFiles` that fail from the `at_op`-th call (from 0) of `verb` on.
+
+    `verb` is a method's name. A failing `write_file` leaves half of the content behind.
+    """
+
+    def __init__(self, verb: str = "", code: int = errno.EIO, at_op: int = 0) -> None:
+        self.verb = verb
+        self.at_op = at_op
+        self._code = code
+
+    def write_file(self, path: str, data: bytes) -> None:
+        failing = self._fails("write_file")
+        super().write_file(path, data[: len(data) // 2] if failing else data)
+        self._raise_if(failing, path)
+
+    def sync_file(self, path: str) -> None:
+        self._raise_if(self._fails("sync_file"), path)
+        super().sync_file(path)
+
+    def rename(self, old: str, new: str) -> None:
+        self._raise_if(self._fails("rename"), new)
+        super().rename(old, new)
+
+    def sync_directory(self, directory: str) -> None:
+        self._raise_if(self._fails("sync_directory"), directory)
+        super().sync_directory(directory)
+
+    def _fails(self, verb: str) -> bool:
+        if verb != self.verb:
+            return False
+        self.at_op -= 1
+        return self.at_op < 0
+
+    def _raise_if(self, failing: bool, path: str) -> None:
+        if failing:
+            raise OSError(self._code, os.strerror(self._code), path)
 
 
 def filled_buffer(

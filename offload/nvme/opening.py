@@ -15,7 +15,7 @@ import os
 import secrets
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from offload.nvme.aligned import AccessMode, choose_access
 from offload.nvme.bandwidth import Measure
@@ -263,12 +263,23 @@ class Opening:
         assert found is not None
         opened.store_id, opened.found = found.store_id, found
         self._fit_capacities(opened, found)
+        self._round_up_tails(opened, found)
         for index, file in enumerate(opened.files):
             if lengths[index] < opened.file_bytes[index]:
                 file.truncate(opened.file_bytes[index])
             opened.file_bytes[index] = max(opened.file_bytes[index], lengths[index])
         if member is None:
             write_member(first, Member(found.store_id, 0, len(opened.files)), self.directory_files)
+
+    def _round_up_tails(self, opened: OpenedStore, found: FoundCommits) -> None:
+        """Let an extent that ended at an odd capacity fill its last unit of the file."""
+        unit = opened.access.alignment_bytes
+        for stored in (x for commit in found.commits for x in commit.blocks.values()):
+            for index, extent in enumerate(stored.extents):
+                if extent.nbytes % unit:
+                    room_bytes = self.base_offset + opened.capacities[extent.drive] - extent.offset
+                    nbytes = min(round_up(extent.nbytes, unit), room_bytes)
+                    stored.extents[index] = replace(extent, nbytes=nbytes)
 
     def _check_members(
         self, store_id: str, directories: list[str], members: list[Member | None]
