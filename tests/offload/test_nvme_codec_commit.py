@@ -23,7 +23,8 @@ from offload.nvme.store import NvmeStore
 from offload.nvme.table import StoredBlock
 from offload.nvme.verify import BlockReader
 from offload.runs import Run
-from offload.testing_storage import filled_buffer, moments
+from offload.testing_crash import SimulatedDisk
+from offload.testing_storage import BUFFERED, filled_buffer, moments
 from ops.errors import StorageError
 
 MIB = 1 << 20
@@ -130,3 +131,43 @@ def resealed(data, body):
     text_bytes = struct.unpack_from("<Q", head, 24)[0] + len(body) - len(data) + HEADER_BYTES
     struct.pack_into("<Q", head, 24, text_bytes)
     return bytes(head) + xxhash.xxh3_128(bytes(head) + body).digest() + body
+
+
+def stamped(nbytes, stamp):
+    """Compressible bytes that nothing else has."""
+    buffer = moments(nbytes, seed=stamp)
+    buffer[: nbytes // 2] = stamp % 251
+    return buffer
+
+
+def test_every_crash_leaves_a_commit_whose_frames_decode(tmp_path):
+    # C62
+    path, disk, committed_at = str(tmp_path), SimulatedDisk(), {}
+    options = {"required_bytes": 0, "access": BUFFERED, "workers": 2, "directory_files": disk}
+    with NvmeStore(
+        path,
+        2 * MIB,
+        codec="lz4",
+        drive_speed=lambda: CRAWLING,
+        open_file=disk.open_file,
+        **options,
+    ) as store:
+        for step in range(8):
+            block, nbytes = f"b{step % 3}", 5 * UNIT + 1000 * step
+            store.write(block, stamped(nbytes, step), "update", version=step)
+            record = store.publish(store.cut({"step": step}))
+            committed_at[record.generation] = store.blocks()
+            disk.mark(record.generation)
+        assert store.stats().codec.components["bytes"].frames_encoded == 8
+    points = disk.points("sync", "rename", "sync_directory", "unlink", "name")
+    for crash in disk.crashes(points, 3):
+        reopened = {**options, "directory_files": crash.disk, "open_file": crash.disk.open_file}
+        with NvmeStore(path, 2 * MIB, resume=True, **reopened) as store:
+            held = store.blocks()
+            if store.recovered is None:
+                assert crash.mark is None and not held
+                continue
+            assert store.recovered.generation >= (crash.mark or 0)
+            assert held == committed_at[store.recovered.generation]
+            for block, (nbytes, step) in held.items():
+                assert (read(store, block, nbytes) == stamped(nbytes, step)).all()
