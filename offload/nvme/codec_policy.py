@@ -24,8 +24,8 @@ RESAMPLE_FRAMES = 256
 SAMPLE_BYTES_MIN = 4096
 """Less than this says nothing about a component, and saves nothing."""
 
-SAMPLE_BYTES_MAX = 128 << 10
-"""More tells no more: a compressor that looks back 64 KiB shows itself in 128."""
+SAMPLE_BYTES_MAX = 256 << 10
+"""More tells little more: each of four planes is as long as a compressor looks back."""
 
 PATIENCE_FRAMES = 64
 """How many more frames are written before a sample that was asked for is asked for again."""
