@@ -164,6 +164,7 @@ class SimulatedDisk:
     def crashes(self, at: Iterable[int], seed: int) -> Iterator[Crash]:
         """The images of crashes at these operations, in ascending order, each with its own disk.
 
+        `num_operations` is one behind the last: nothing is in flight then.
         The log must not grow meanwhile. Deterministic in (log, number, seed).
         """
         replay = _Replay(*self._start)
@@ -174,7 +175,7 @@ class SimulatedDisk:
                 mark = operation.value if operation.kind == "mark" else mark
             done = number
             random = np.random.default_rng([seed, number])
-            operation = self._log[number]
+            operation = self._log[number] if number < len(self._log) else Operation("mark", "")
             yield Crash(
                 number, operation.kind, operation.path, mark, replay.image(operation, random)
             )

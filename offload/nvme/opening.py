@@ -243,7 +243,7 @@ class Opening:
             self._check_fit(manifest, opened, lengths)
 
         def verify(blocks: Mapping[str, StoredBlock]) -> str | None:
-            log.warning("%s: a slot is damaged; verifying every block of an older commit", first)
+            log.warning("%s: a slot is damaged or gone; verifying every block of a commit", first)
             for name, stored in blocks.items():
                 if id(stored) not in verified:
                     damage = reader.first_damage(name, stored)

@@ -73,7 +73,7 @@ class FoundCommits:
     """What opening a store found. `commits`: oldest first, the last one is to be opened.
 
     `skipped`: one sentence for each slot that was not taken. `generation_max`: the largest one
-    seen in any slot. `slots`: all that exist.
+    seen in any slot. `slots`: all that exist. `doubt`: whether one is damaged, foreign or gone.
     """
 
     store_id: str
@@ -81,6 +81,7 @@ class FoundCommits:
     skipped: tuple[str, ...]
     generation_max: int
     slots: frozenset[int]
+    doubt: bool
 
 
 def read_slots(directory: str, files: DirectoryFiles) -> list[Slot]:
@@ -128,7 +129,7 @@ class _Choice:
         shared = {}
         for name, stored in blocks.items():
             newer = self.known.get((name, tuple(stored.extents)), stored)
-            if (newer.nbytes, newer.checksums) != (stored.nbytes, stored.checksums):
+            if _content(newer) != _content(stored):
                 return blocks, f"block {name!r} lies where a newer commit has it with other content"
             shared[name] = newer
         versions = {id(x): x for x in (*self.known.values(), *shared.values())}
@@ -190,4 +191,9 @@ def choose_commits(
         skipped=skipped,
         generation_max=max(row[0] for row in whole),
         slots=frozenset(choice.present),
+        doubt=choice.doubt,
     )
+
+
+def _content(stored: StoredBlock) -> tuple[object, ...]:
+    return stored.nbytes, stored.version, stored.checksums, stored.encoded_bytes

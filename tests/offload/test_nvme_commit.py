@@ -148,6 +148,47 @@ def test_cuts_are_published_in_order_whoever_comes_first(open_store):
     assert open_store(resume=True).recovered.meta == {"step": 2}
 
 
+def test_closing_waits_for_the_publish_in_flight(open_store):
+    # C12
+    gate = Gate("sync")
+    store = open_store(open_file=FaultyStorage(gate.fault), access=BUFFERED)
+    store.write("a", filled_buffer(UNIT, seed=1), "update")
+    cut, records = store.cut({"step": 5}), []
+    publisher = threading.Thread(target=lambda: records.append(store.publish(cut)))
+    publisher.start()
+    gate.wait_entered()
+    closer = threading.Thread(target=store.close)
+    closer.start()
+    gate.open()
+    closer.join()
+    publisher.join()
+    assert records[0].generation == 1
+    assert open_store(resume=True).recovered.meta == {"step": 5}
+
+
+def test_a_callback_may_cut_but_not_publish(open_store):
+    # C13: a worker that waited for writes would wait for itself
+    gate = Gate("write")
+    store = open_store(open_file=FaultyStorage(gate.fault), access=BUFFERED, workers=1)
+    found = []
+
+    def call(handle):
+        cut = store.cut({})
+        try:
+            store.publish(cut)
+        except RuntimeError as error:
+            found.append(error)
+        store.abandon(cut)
+
+    handle = store.write("a", filled_buffer(UNIT), "update")
+    gate.wait_entered()
+    handle.add_done_callback(call)
+    gate.open()
+    store.drain()
+    assert len(found) == 1
+    store.publish(store.cut({}))
+
+
 def test_no_cut_can_be_published_once_the_store_is_closing(open_store):
     store = open_store()
     cut = store.cut({})

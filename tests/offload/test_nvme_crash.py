@@ -88,6 +88,17 @@ def test_every_crash_leaves_a_whole_commit(tmp_path, keep_commits, seed):
                     assert reader.first_damage(name, stored) is None
 
 
+def test_every_crash_of_a_store_over_two_paths_leaves_a_whole_commit(tmp_path):
+    paths, disk, expected = [str(tmp_path / name) for name in "ab"], SimulatedDisk(), {}
+    options = {"keep_commits": 2, "measure": lambda directories, access: [1.0, 2.0]}
+    with open_on(disk, paths, **options) as store:
+        work(store, disk, expected, range(10), 11)
+    points = np.random.default_rng(11).choice(disk.num_operations + 1, 80, replace=False)
+    for crash in disk.crashes(points.tolist(), 11):
+        with open_on(crash.disk, paths, resume=True, **options) as store:
+            check(store, expected, crash.mark)
+
+
 def test_a_crash_after_a_crash_leaves_a_whole_commit(tmp_path):
     """What recovery itself writes and removes is as safe; generations never repeat content."""
     path, disk, expected = str(tmp_path), SimulatedDisk(), {}
