@@ -15,6 +15,7 @@ on worker threads only; blocks. No locks, no queue.
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -87,9 +88,13 @@ class CallFailed(Exception):
 class RequestIo:
     """Runs requests on the data files of a store."""
 
-    def __init__(self, drives: Sequence[Drive], access: AccessMode) -> None:
-        """`drives` in the order of `Extent.drive`."""
+    def __init__(self, drives: Sequence[Drive], access: AccessMode, calls_max: int) -> None:
+        """`drives` in the order of `Extent.drive`; `calls_max` transfers are in the system at once.
+
+        With a few more threads than that, the drive stays busy while some of them hash.
+        """
         self._drives = drives
+        self._slots = threading.Semaphore(calls_max)
         self._alignment_bytes = access.alignment_bytes
         self._io_alignment_bytes = access.io_alignment_bytes
 
@@ -174,13 +179,14 @@ class RequestIo:
         try:
             if is_write:
                 drive.preallocator.ensure(last.end, transfer.block, first.offset, wanted_bytes)
-            move_fully(
-                drive.file,
-                [part.memory for part in parts],
-                first.offset,
-                block=transfer.block,
-                io_alignment_bytes=self._io_alignment_bytes,
-            )
+            with self._slots:
+                move_fully(
+                    drive.file,
+                    [part.memory for part in parts],
+                    first.offset,
+                    block=transfer.block,
+                    io_alignment_bytes=self._io_alignment_bytes,
+                )
         except StorageError as error:
             failure, done_bytes = error, error.done_bytes or 0
         for part in parts:

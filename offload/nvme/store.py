@@ -115,7 +115,7 @@ class NvmeStore:
             for file, file_bytes in zip(self._opened.files, self._opened.file_bytes)
         ]
         self._codec = setup.new_codec(self.directory, self.access)
-        io = FrameIo(RequestIo(drives, self.access), self.access, self._codec)
+        io = FrameIo(RequestIo(drives, self.access, workers), self.access, self._codec)
         self._queue = TransferQueue(request_bytes, transfers_max)
         self._order = TransferOrder(self._table, self._queue)
         try:

@@ -16,6 +16,15 @@ from offload.nvme.stats import LaneStats
 from offload.nvme.transfers import Direction, Request, Transfer, TransferQueue
 
 
+def num_threads(num_workers: int) -> int:
+    """How many threads keep `num_workers` system calls in flight while others compute checksums.
+
+    At most that many calls are in flight (`RequestIo`). Half as many threads again made writes 21 %
+    and reads 7 % faster with 8 workers on two busy cores; fewer than 4 get no others beside them.
+    """
+    return num_workers + num_workers // 4 * 2
+
+
 class Workers:
     """The workers of one store; started on construction."""
 
@@ -27,7 +36,7 @@ class Workers:
         io: FrameIo,
     ) -> None:
         self.lanes = {direction: LaneStats() for direction in Direction}
-        memories = [io.new_memory() for _ in range(num_workers)]
+        memories = [io.new_memory() for _ in range(num_threads(num_workers))]
         self.memory_bytes = sum(memory.nbytes for memory in memories)
         self._queue = queue
         self._order = order

@@ -374,3 +374,33 @@ def test_closing_releases_those_who_wait_for_room(open_store):
         assert not thread.is_alive()
     first.wait()
     assert outcome in (["written"], ["refused"])
+
+
+def test_system_calls_in_flight_are_bounded_by_the_workers(tmp_path):
+    """More threads than workers hash, but the depth at the drive is what was asked for."""
+    lock, now, most = threading.Lock(), [0], [0]
+    together = threading.Barrier(4)
+
+    class Counting:
+        def __init__(self, inner):
+            self.inner = inner
+
+        def __getattr__(self, name):
+            return getattr(self.inner, name)
+
+        def writev_from(self, buffers, offset):
+            with lock:
+                now[0] += 1
+                most[0] = max(most[0], now[0])
+            together.wait(WAIT_S)  # four at a time, so four have to be in flight together
+            with lock:
+                now[0] -= 1
+            return self.inner.writev_from(buffers, offset)
+
+    def open_file(path, direct):
+        return Counting(FaultyStorage()(path, direct))
+
+    with NvmeStore(str(tmp_path), 64 * MIB, workers=4, open_file=open_file) as store:
+        wait_all([_write(store, f"b{number}", 4 * MIB) for number in range(12)])
+        store.close(delete=True)
+    assert most == [4]
