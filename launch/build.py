@@ -9,14 +9,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from launch.config import RunConfig
+from launch.resume import save_plan, starting_point
 from moe.data.bigram import bigram_nats_per_token
 from moe.data.load import RunData, load_data
 from moe.data.stream import BatchStream, Cursor, Sequences, evaluation_batches
 from moe.memory import activation_specs, demands_of, is_batch_major, layouts_of, stage_dims
 from moe.params import initial_values, slice_rows
 from moe.schedule import gradient_uses
-from offload.engine import EngineParts, OffloadEngine
+from offload.engine import OffloadEngine
 from offload.nvme.store import NvmeStore
+from offload.parts import EngineParts
 from offload.placement import MemoryPlan, plan_memory
 from ops.device import Backend
 from ops.errors import HeadraceError, PlanError
@@ -32,11 +34,20 @@ if TYPE_CHECKING:  # these import MindSpore, which a plan does without
     from ops.nn.stages import Stages
 
 
-def make_plan(config: RunConfig) -> MemoryPlan:
-    """Where everything would live, and whether it fits; needs no MindSpore and no disk."""
+def make_plan(config: RunConfig, resumed: bool = False) -> MemoryPlan:
+    """Where everything would live, and whether it fits; needs no MindSpore and no disk.
+
+    A `resumed` run has to keep the commit it starts from.
+    """
     layouts = layouts_of(config.model, config.train, config.optimizer.decay_norms)
     demands = demands_of(config.model, config.train, layouts)
-    return plan_memory(layouts, config.offload, demands)
+    return plan_memory(
+        layouts,
+        config.offload,
+        demands,
+        speculative=config.optimizer.speculative,
+        resumed=resumed,
+    )
 
 
 def require_memory(config: RunConfig, plan: MemoryPlan, available: int) -> None:
@@ -59,17 +70,23 @@ def require_memory(config: RunConfig, plan: MemoryPlan, available: int) -> None:
         )
 
 
-def open_store(config: RunConfig, plan: MemoryPlan) -> NvmeStore | None:
-    """The cold store the plan needs, or None; ConfigError when its path cannot be used."""
-    required = plan.tiers["nvme"].used_bytes
-    if not required:
-        return None
+def open_store(
+    config: RunConfig, plan: MemoryPlan, resume: bool = False, trace: Tracer = NO_TRACE
+) -> NvmeStore:
+    """The cold store; ConfigError when its path cannot be used.
+
+    With `resume` it is opened at its newest whole commit, if it has one; else what an earlier run
+    has left there is given up.
+    """
     return NvmeStore(
-        config.offload.nvme.path,
+        config.offload.nvme.paths,
         config.offload.nvme.capacity,
         workers=config.offload.io_workers,
         request_bytes=config.offload.io_request_size,
-        required_bytes=required,
+        required_bytes=plan.tiers["nvme"].used_bytes,
+        keep_commits=config.offload.keep_in_store,
+        codec=config.offload.codec,
+        resume=resume,
     )
 
 
@@ -80,8 +97,11 @@ def run_training(
     observer: Observers,
     stop: threading.Event,
     trace: Tracer = NO_TRACE,
+    resume: bool = False,
 ) -> dict[str, Any]:
     """Train as configured; returns the report, which `observer` has been given too.
+
+    With `resume` the run goes on where the newest commit of the store was made, if there is one.
 
     What runs when is drawn into `trace`, which the caller closes.
 
@@ -91,18 +111,20 @@ def run_training(
     from moe.step import TrainingStep
     from moe.trainer import Trainer
 
-    plan = make_plan(config)
+    plan = make_plan(config, resume)
     if not plan.fits:
         raise PlanError("; ".join((*plan.problems, *plan.remedies)))
     require_memory(config, plan, available_bytes())
     model, train = config.model, config.train
     with trace.span("start-up", "load data"):
         data = load_data(config.data, vocab_size=model.vocab_size, seq_len=train.seq_len)
-        batches = _batches(config, data)
         bigram = bigram_nats_per_token(data.train, data.held_out, model.vocab_size)
     observer.on_message(f"data: {data.describe()}")
-    store = open_store(config, plan)
+    store = open_store(config, plan, resume, trace)
     try:
+        start = starting_point(config, store, resume)
+        observer.on_message(start.message)
+        batches = _batches(config, data, start.cursor)
         observer.on_message("compiling kernels and stages (kernels are kept for the next run)")
         with trace.span("start-up", "compile"):
             backend, stages = compute_parts(config)
@@ -110,16 +132,16 @@ def run_training(
         reset_peak()
         with (
             KernelPool(config.runtime.num_threads) as pool,
-            closing(make_engine(config, plan, backend, pool, store)) as engine,
+            closing(make_engine(config, plan, backend, pool, store, trace=trace)) as engine,
         ):
             step = TrainingStep(model, train, engine, stages, backend)
             held_out = _held_out(config, data)
             trainer = Trainer(
                 train, config.optimizer, step, engine, store, batches, held_out, observer,
-                stop, steps_limit,
+                stop, steps_limit, start.step, save_plan(config),
             )  # fmt: skip
-            observer.on_start(_start_info(config, plan, trainer.num_steps))
-            failure = _run(config, engine, trainer, trace)
+            observer.on_start(_start_info(config, plan, trainer.num_steps, start.step))
+            failure = _run(config, engine, trainer, trace, start.resumed)
             report = _report(config, plan, engine, backend, trainer.totals)
             report["process"] = {
                 "peak_rss_bytes": peak_resident_bytes(),
@@ -130,17 +152,20 @@ def run_training(
             _end(observer, report, failure)
         return report
     finally:
-        if store is not None:
-            store.close(delete=True)
+        store.close()
 
 
 def _run(
-    config: RunConfig, engine: OffloadEngine, trainer: Trainer, trace: Tracer
+    config: RunConfig, engine: OffloadEngine, trainer: Trainer, trace: Tracer, resumed: bool
 ) -> BaseException | None:
     """Initialise and train; the error that ended it, so that the report comes before the raise."""
     try:
-        with trace.span("start-up", "initial values"):
-            initialize(config, engine)
+        if resumed:
+            with trace.span("start-up", "restore"):
+                engine.restore()
+        else:
+            with trace.span("start-up", "initial values"):
+                initialize(config, engine)
         trainer.run()
     except BaseException as error:
         return error
@@ -214,13 +239,13 @@ def initialize(config: RunConfig, engine: OffloadEngine) -> None:
     engine.initialize(lambda tensor: initial_values(tensor, config.train.seed))
 
 
-def _batches(config: RunConfig, data: RunData) -> BatchStream:
+def _batches(config: RunConfig, data: RunData, cursor: Cursor) -> BatchStream:
     train = config.train
     return BatchStream(
         data.train,
         train.seq_len,
         train.batch_sequences,
-        Cursor(seed=config.data.seed),
+        cursor,
         vocab_size=config.model.vocab_size,
     )
 
@@ -236,11 +261,11 @@ def _held_out(config: RunConfig, data: RunData) -> Callable[[], Iterator[Sequenc
     )
 
 
-def _start_info(config: RunConfig, plan: MemoryPlan, steps: int) -> dict[str, Any]:
+def _start_info(config: RunConfig, plan: MemoryPlan, steps: int, first: int) -> dict[str, Any]:
     return {
         "name": config.name,
         "steps": steps,
-        "first_step": 0,
+        "first_step": first,
         "parameters": plan.parameters,
         "state_bytes": plan.state_bytes,
         "tokens_per_step": config.train.batch_sequences * config.train.seq_len,
@@ -273,6 +298,12 @@ def _report(
         "parameters": plan.parameters,
         "state_bytes": plan.state_bytes,
         "steps": totals.steps,
+        "redone_steps": totals.redone_steps,
+        "commits": {
+            "published": engine.commits.num_published,
+            "seconds": engine.commits.publish_seconds,
+            "last_step": engine.commits.last_step,
+        },
         "tokens_per_s": totals.tokens_per_s,
         "stall_share": totals.stall_share,
         "eval": totals.evals,

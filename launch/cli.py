@@ -66,6 +66,10 @@ def train(
         Optional[int],  # noqa: UP045
         typer.Option("--steps", min=1, help="Stop after so many steps; schedules are unchanged."),
     ] = None,
+    resume: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option("--resume", metavar="latest", help="Go on at the newest commit, if any."),
+    ] = None,
     trace_file: Annotated[
         Optional[Path],  # noqa: UP045
         typer.Option("--trace", metavar="FILE", help="Draw the run for https://ui.perfetto.dev."),
@@ -80,12 +84,18 @@ def train(
             f"--steps {steps} is more than train.steps = {config.train.steps}: it can only stop "
             "earlier; use --set train.steps to train longer."
         )
+    if resume not in (None, "latest"):
+        raise ConfigError(f"--resume {resume}: allowed is latest, the newest commit of the store.")
     environment.prepare(config.runtime)
-    _train(config, run_dir, steps, trace_file)
+    _train(config, run_dir, steps, trace_file, resume is not None)
 
 
 def _train(
-    config: RunConfig, run_dir: Path | None, steps: int | None, trace_file: Path | None
+    config: RunConfig,
+    run_dir: Path | None,
+    steps: int | None,
+    trace_file: Path | None,
+    resume: bool,
 ) -> None:
     from launch.build import make_plan, run_training
     from launch.plan import require_fit
@@ -95,19 +105,19 @@ def _train(
     from launch.trace_observer import TraceObserver
     from ops.trace import NO_TRACE, Trace
 
-    require_fit(make_plan(config))
-    directory = prepare_run_dir(run_dir, config.name)
+    require_fit(make_plan(config, resume))
+    directory = prepare_run_dir(run_dir, config.name, resume)
     trace = NO_TRACE if trace_file is None else Trace(trace_file)
     stop = threading.Event()
     observer = Observers(
         [
-            ReportWriter(directory, config),
+            ReportWriter(directory, config, resume),
             ConsoleObserver(RunConsole(), directory / REPORT_FILE),
             TraceObserver(trace),
         ]
     )
     with stop_on_signals(stop), closing(trace), closing(observer):
-        run_training(config, directory, steps, observer, stop, trace)
+        run_training(config, directory, steps, observer, stop, trace, resume)
 
 
 @app.command()

@@ -250,6 +250,8 @@ def _check_type(annotation: Any, key: str, value: Any) -> Any:
         options = typing.get_args(annotation)
         if value is None and type(None) in options:
             return None
+        if isinstance(value, list) and any(typing.get_origin(x) is tuple for x in options):
+            return tuple(value)  # its owner checks what is in it
         annotation = next(option for option in options if option is not type(None))
     if value is None:
         raise ConfigError(f"{key} has no value.")

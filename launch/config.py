@@ -98,6 +98,13 @@ class RunConfig:
                 "optimizer.loss_scale has no effect unless train.compute_dtype is float16, "
                 f"which is {train.compute_dtype}."
             )
+        if (offload.durability == "checkpoint") != (train.save_steps > 0):
+            raise ConfigError(
+                f"offload.durability = {offload.durability} and train.save_steps = "
+                f"{train.save_steps} contradict each other: `checkpoint` commits every "
+                "train.save_steps steps, which must then be above 0; `step` commits every step and "
+                "`none` at exit, and there train.save_steps must be 0."
+            )
         default_lag = OffloadConfig.__dataclass_fields__["replay_lag_max"].default
         if offload.idle_expert_policy != "replay" and offload.replay_lag_max != default_lag:
             raise ConfigError(

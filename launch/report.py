@@ -56,15 +56,16 @@ REPORT_KEYS = (
 )
 
 
-def prepare_run_dir(run_dir: Path | None, name: str) -> Path:
+def prepare_run_dir(run_dir: Path | None, name: str, resume: bool = False) -> Path:
     """Create the run's directory (default `runs/NAME-TIME`) and return it.
 
-    Raises ConfigError when it cannot be written or already holds a run.
+    Raises ConfigError when it cannot be written, or already holds a run that is not resumed.
     """
     path = run_dir if run_dir is not None else _fresh_path(name)
-    if (path / STEPS_FILE).exists():
+    if (path / STEPS_FILE).exists() and not resume:
         raise ConfigError(
-            f"--run-dir {path} already holds a run ({STEPS_FILE}): choose another directory."
+            f"--run-dir {path} already holds a run ({STEPS_FILE}): choose another directory, or "
+            "continue it with --resume latest."
         )
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -89,19 +90,39 @@ def _fresh_path(name: str) -> Path:
 class ReportWriter:
     """Observer that writes the run's two files; completes the report with config and versions."""
 
-    def __init__(self, run_dir: Path, config: RunConfig) -> None:
+    def __init__(self, run_dir: Path, config: RunConfig, resume: bool = False) -> None:
         self._dir = run_dir
         self._config = config
+        self._resume = resume
         self._steps: TextIO | None = None
 
     def on_start(self, info: Mapping[str, Any]) -> None:
-        """Create `steps.jsonl`; raises ConfigError when another run took the directory."""
+        """Create `steps.jsonl`; raises ConfigError when another run took the directory.
+
+        A run that goes on after `first_step` keeps the records up to that step and appends to them.
+        """
+        if self._resume:
+            self._continue(int(info.get("first_step", 0)))
+            return
         try:
             self._steps = (self._dir / STEPS_FILE).open("x", encoding="utf-8")
         except FileExistsError:
             raise ConfigError(f"--run-dir {self._dir} was taken by another run.") from None
         except OSError as error:
             raise _failure(error, self._dir / STEPS_FILE) from error
+
+    def _continue(self, first_step: int) -> None:
+        """Drop records of steps that will be made again, then open the file at its end."""
+        path = self._dir / STEPS_FILE
+        try:
+            lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+            kept = [line for line in lines if _step_of(line) <= first_step]
+            write_atomically(path, "".join(line + "\n" for line in kept))
+            self._steps = path.open("a", encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(
+                f"--run-dir {self._dir}: {STEPS_FILE} cannot be continued: {error}."
+            ) from error
 
     def on_step(self, record: Mapping[str, Any]) -> None:
         """Append one line and flush it; raises StorageError when the disk refuses."""
@@ -150,6 +171,14 @@ class ReportWriter:
             "arithmetic": arithmetic,
             "bigram_loss": None,
         }
+
+
+def _step_of(line: str) -> float:
+    """The step of a line of `steps.jsonl`; infinite for the torn last line of a killed run."""
+    try:
+        return int(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        return math.inf
 
 
 def to_json(value: Any, indent: int | None = None) -> str:

@@ -11,7 +11,8 @@ import numpy as np
 from moe.config import ModelConfig, TrainConfig
 from moe.params import layer_unit
 from moe.schedule import segments, stage_name
-from offload.engine import OffloadEngine, UnitUse
+from offload.engine import OffloadEngine
+from offload.parts import UnitUse
 from ops.device import Backend
 from ops.nn.routing import SlotPlan
 from ops.nn.stages import AttnSaved, AttnWeights, Stages

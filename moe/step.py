@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -17,7 +19,8 @@ from moe.schedule import (
     num_chunks,
     training_stages,
 )
-from offload.engine import OffloadEngine, StepOutcome
+from offload.engine import OffloadEngine
+from offload.parts import StepOutcome
 from ops.device import Backend
 from ops.nn.stages import Stages
 
@@ -55,10 +58,19 @@ class TrainingStep:
         self._training = training_stages(model, train)
         self._evaluation = evaluation_stages(model)
 
-    def train(self, tokens: np.ndarray, targets: np.ndarray, learning_rate: float) -> StepResult:
-        """One step on i32 [batch_sequences, seq_len]; its updates may still be streaming."""
+    def train(
+        self,
+        tokens: np.ndarray,
+        targets: np.ndarray,
+        learning_rate: float,
+        commit: Mapping[str, Any] | None = None,
+    ) -> StepResult:
+        """One step on i32 [batch_sequences, seq_len]; its updates may still be streaming.
+
+        With `commit` (JSON data) the step is committed once they are applied.
+        """
         self._engine.begin(self._training)
-        self._engine.begin_gradients()
+        self._engine.begin_gradients(learning_rate)
         sums = LossSums()
         sequences = len(tokens)
         for chunk, (inputs, wanted) in enumerate(self._chunks(tokens, targets)):
@@ -69,7 +81,7 @@ class TrainingStep:
             sums.z += part.z
             scale = self._engine.scaler.scale
             self._backward.run(inputs, wanted, scale, tokens.size, sequences)
-        outcome = self._engine.finish_step(learning_rate)
+        outcome = self._engine.finish_step(learning_rate, commit)
         loss = np.float32(sums.token_loss / tokens.size)
         return StepResult(loss, sums.balance / sequences, sums.z / sequences, outcome)
 

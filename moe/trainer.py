@@ -15,6 +15,7 @@ from moe.config import TrainConfig
 from moe.data.stream import BatchStream, Sequences
 from moe.digest import weights_digest
 from moe.lr import learning_rate
+from moe.save_plan import SavePlan
 from moe.step import StepResult, TrainingStep
 from offload.config import OptimizerConfig
 from offload.engine import OffloadEngine
@@ -44,6 +45,7 @@ class RunTotals:
     tokens: int = 0
     seconds: float = 0.0
     stall_seconds: float = 0.0
+    redone_steps: int = 0
     evals: list[dict[str, Any]] = field(default_factory=list)
     weights_digest: str | None = None
 
@@ -122,7 +124,10 @@ class Trainer:
         observer: RunObserver,
         stop: threading.Event,
         steps_limit: int | None = None,
+        first_step: int = 0,
+        save: SavePlan | None = None,
     ) -> None:
+        """`first_step`: steps done before, in the run that is continued; `save` wants a store."""
         self._train = train
         self._optimizer = optimizer
         self._step = step
@@ -132,19 +137,25 @@ class Trainer:
         self._observer = observer
         self._stop = stop
         self.num_steps = train.steps if steps_limit is None else min(steps_limit, train.steps)
+        self._first_step = first_step
+        self._save = save
+        self._saved_step: int | None = first_step if first_step else None
         self._lanes = LaneCounter(engine, store)
-        self.totals = RunTotals()
+        self.totals = RunTotals(steps=first_step)
 
     def run(self) -> None:
         """Train; raises Stopped or NumericAlarm after the step that saw the reason."""
-        for number in range(1, self.num_steps + 1):
+        if self._save is not None and self._save.every and self._saved_step is None:
+            self._commit(0)
+        for number in range(self._first_step + 1, self.num_steps + 1):
             self._one(number)
             if self._stop.is_set():
-                self._engine.drain()
+                self._commit(number)
                 raise Stopped(f"stopped after step {number} of {self.num_steps}, as asked")
             interval = self._train.eval_interval
             if number == self.num_steps or (interval and number % interval == 0):
                 self._evaluate(number)
+        self._commit(max(self.num_steps, self._first_step))
         self.totals.weights_digest = weights_digest(self._engine)
 
     def _one(self, number: int) -> None:
@@ -152,9 +163,28 @@ class Trainer:
         batch = self._batches.next()
         # A step skipped for overflow is not a step of the schedule.
         rate = learning_rate(self._engine.optimizer_step + 1, self._train.steps, self._optimizer)
-        result = self._step.train(batch.tokens, batch.targets, rate)
+        commit = None
+        if self._save is not None and self._save.every and number % self._save.every == 0:
+            commit = self._state(number)
+            self._saved_step = number
+        result = self._step.train(batch.tokens, batch.targets, rate, commit)
         spent = seconds() - started
         self._record(number, batch.tokens.size, rate, spent, result)
+
+    def _state(self, number: int) -> dict[str, Any]:
+        """What a run needs, besides the engine's state, to go on after step `number`."""
+        assert self._save is not None
+        return {"step": number, "cursor": self._batches.cursor.to_json(), **self._save.facts}
+
+    def _commit(self, number: int) -> None:
+        """Commit the state after step `number`, if there is a store; blocks until durable."""
+        self._engine.drain()
+        if self._save is None:
+            return
+        if self._saved_step != number:
+            self._saved_step = number
+            self._engine.commit(self._state(number))
+        self._engine.commits.wait()
 
     def _record(
         self, number: int, tokens: int, rate: float, spent: float, result: StepResult
@@ -164,6 +194,7 @@ class Trainer:
         totals.steps, totals.tokens = number, totals.tokens + tokens
         totals.seconds += spent
         totals.stall_seconds += moved["stall_seconds"]
+        totals.redone_steps += outcome.redone
         self._observer.on_step(
             {
                 "step": number,
@@ -179,6 +210,7 @@ class Trainer:
                 "z_loss": result.z_loss,
                 "applied": outcome.applied,
                 "loss_scale": outcome.loss_scale,
+                "redone": outcome.redone,
                 **moved,
             }
         )

@@ -88,6 +88,11 @@ class Arena:
         return self._allocator.used_bytes
 
     @property
+    def free_bytes(self) -> int:
+        """Bytes in no buffer, however fragmented."""
+        return self._allocator.free_bytes
+
+    @property
     def peak_bytes(self) -> int:
         """The most bytes that were ever live at once."""
         return self._allocator.used_bytes_max

@@ -33,15 +33,27 @@ class TierConfig:
 
 @dataclass(frozen=True)
 class NvmeConfig:
-    """Hard capacity in bytes and directory of the cold tier."""
+    """Hard capacity in bytes of the cold tier, and its directory or directories (one a drive)."""
 
     capacity: int
-    path: str
+    path: str | tuple[str, ...]
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "capacity", _size("offload.nvme.capacity", self.capacity))
-        if not isinstance(self.path, str) or not self.path:
-            raise refuse("offload.nvme.path", self.path, "allowed is the path of a directory")
+        paths = (self.path,) if isinstance(self.path, str) else self.path
+        sound = isinstance(paths, (list, tuple)) and paths
+        if not sound or not all(isinstance(path, str) and path for path in paths):
+            allowed = "allowed is the path of a directory, or a list of such paths"
+            raise refuse("offload.nvme.path", self.path, allowed)
+        if len(set(paths)) != len(paths):
+            raise refuse("offload.nvme.path", self.path, "allowed is each directory once")
+        if not isinstance(self.path, str):
+            object.__setattr__(self, "path", tuple(paths))
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """The directories."""
+        return (self.path,) if isinstance(self.path, str) else self.path
 
 
 @dataclass(frozen=True)
@@ -54,11 +66,13 @@ class OffloadConfig:
     prefetch_buffer_size: int = 32 * 2**20
     pipeline: str = "overlap"
     durability: str = "none"
+    keep_in_store: int = 1
     idle_expert_policy: str = "replay"
     replay_lag_max: int = 64
     gradient_spill: str = "auto"
     io_workers: int = 8
     io_request_size: int = 4 * 2**20
+    codec: str = "none"
 
     def __post_init__(self) -> None:
         for name in ("prefetch_buffer_size", "io_request_size"):
@@ -66,13 +80,14 @@ class OffloadConfig:
         if not 2**20 <= self.io_request_size <= 2**23:
             raise refuse("offload.io_request_size", self.io_request_size, "allowed is 1MiB to 8MiB")
         check_choice("offload.pipeline", self.pipeline, ("overlap", "sync"))
-        # Commits are not written yet, so a promise of durability would be an empty one.
-        check_choice("offload.durability", self.durability, ("none",))
+        check_choice("offload.durability", self.durability, ("step", "checkpoint", "none"))
+        check_int("offload.keep_in_store", self.keep_in_store, low=1, high=16)
         check_choice(
             "offload.idle_expert_policy", self.idle_expert_policy, ("replay", "dense", "skip")
         )
         check_choice("offload.gradient_spill", self.gradient_spill, ("auto", "never", "always"))
         check_int("offload.replay_lag_max", self.replay_lag_max, low=1)
+        check_choice("offload.codec", self.codec, ("none", "lz4"))
         check_int("offload.io_workers", self.io_workers, low=1, high=64)
 
     @property
@@ -131,4 +146,10 @@ class OptimizerConfig:
         check_float("optimizer.weight_decay", self.weight_decay, low=0.0)
         check_bool("optimizer.decay_norms", self.decay_norms)
         check_float("optimizer.max_grad_norm", self.max_grad_norm, low=0.0, open_low=True)
-        check_choice("optimizer.update_schedule", self.update_schedule, ("chased",))
+        allowed = ("chased", "speculative")
+        check_choice("optimizer.update_schedule", self.update_schedule, allowed)
+
+    @property
+    def speculative(self) -> bool:
+        """Whether units are updated before the norm of their step is known."""
+        return self.update_schedule == "speculative"

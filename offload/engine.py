@@ -6,6 +6,8 @@
     with engine.use(unit, gradient=True) as use: use.weights[...]; use.add(name, dw)
     outcome = engine.finish_step(lr)     norm, clip, updates queued; the next forward chases them
     engine.drain()                       before evaluation, export and the end
+    engine.commit(meta)                  all of it durable; `finish_step(lr, meta)` in passing
+    meta = engine.restore()              instead of `initialize`: what the store's commit holds
 
 Compute calls everything here from one thread. Stores and backend are handed in, so tests use
 faulty, slow or in-memory ones. Knows units and schedules, nothing of attention or experts.
@@ -13,113 +15,33 @@ faulty, slow or in-memory ones. Knows units and schedules, nothing of attention 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from math import isfinite
+from typing import Any
 
 import numpy as np
 
-from offload.activations import ActivationSpec, ActivationStore
+from offload.activations import ActivationStore
 from offload.arena import Arena
-from offload.blocks import TensorSpec, UnitLayout
+from offload.blocks import TensorSpec
+from offload.commit import Commits
 from offload.config import OffloadConfig, OptimizerConfig
 from offload.gradients import GradientStore
 from offload.host_memory import HostMemory
 from offload.ledger import Ledger
 from offload.loss_scale import LossScaler
 from offload.masters import MasterAccess
-from offload.nvme.store import NvmeStore
-from offload.pipeline import Lease, WeightPipeline
-from offload.placement import MemoryPlan
+from offload.parts import EngineParts, StepOutcome, UnitUse
+from offload.pipeline import WeightPipeline
 from offload.residency import Shared, UnitState
 from offload.schedule import AccessSchedule, Stage
 from offload.stats import Stats
 from offload.update_job import UpdateJob
 from offload.update_stream import UpdateStream
 from ops.clock import seconds
-from ops.device import Backend
+from ops.errors import StorageError
 from ops.kernels.adamw import AdamW
-from ops.kernels.pool import KernelPool, copy_flat
-from ops.kernels.reduce import accumulate
-
-
-def _no_delay(lane: str) -> None:
-    """The default of `EngineParts.delay`: lanes run at their own speed."""
-
-
-@dataclass
-class EngineParts:
-    """What an engine is made of besides its configuration.
-
-    `store` may be None when the plan puts nothing on nvme. `gradient_uses` counts the gradient
-    stages of each unit in a layer-major step. `delay` is called with the lane's name before each
-    transfer; `verify_leases` checksums a device copy at lease and release. Both serve tests.
-    """
-
-    layouts: Sequence[UnitLayout]
-    plan: MemoryPlan
-    backend: Backend
-    pool: KernelPool
-    store: NvmeStore | None
-    activations: Sequence[ActivationSpec]
-    gradient_uses: dict[str, int]
-    batch_major: bool = False
-    loss_scaling: bool = False
-    delay: Callable[[str], None] = _no_delay
-    verify_leases: bool = False
-
-
-@dataclass(frozen=True)
-class StepOutcome:
-    """What `finish_step` found: norm before clipping, clip factor, whether the step was applied.
-
-    `alarm` is set when training cannot go on: gradients are not finite and no loss scale is left
-    to lower.
-    """
-
-    grad_norm: float
-    clip_factor: float
-    applied: bool
-    alarm: bool
-    idle_units: int
-    loss_scale: float
-
-
-@dataclass
-class UnitUse:
-    """A lease and, when it was asked for, the sum of the unit's gradients over micro-batches."""
-
-    lease: Lease
-    total: np.ndarray | None
-    pool: KernelPool | None = None
-    _filled: set[str] = field(default_factory=set)
-
-    @property
-    def weights(self) -> dict[str, object]:
-        """Backend tensors by tensor name; valid until the use ends."""
-        return self.lease.weights
-
-    def add(self, name: str, gradient: np.ndarray) -> None:
-        """Add the fp32 gradient of tensor `name` of one micro-batch; dropped for a frozen unit."""
-        if self.total is None:
-            return
-        for place in self.lease.unit.layout.places:
-            if place.spec.name == name:
-                target = self.total[place.start : place.start + place.spec.size]
-                source = np.ascontiguousarray(gradient, np.float32).reshape(-1)
-                if name in self._filled:
-                    accumulate(target, source, pool=self.pool)
-                else:
-                    copy_flat(target, source, pool=self.pool)
-                    self._filled.add(name)
-                return
-        raise KeyError(f"{self.lease.unit.name} has no tensor {name}")
-
-    @property
-    def complete(self) -> bool:
-        """Whether every tensor of the unit has had a gradient."""
-        return len(self._filled) == len(self.lease.unit.layout.places)
 
 
 class OffloadEngine:
@@ -147,6 +69,7 @@ class OffloadEngine:
             parts.gradient_uses,
             parts.batch_major,
             parts.delay,
+            parts.trace,
         )
         # All memory is taken before the first thread starts.
         self._pipeline = WeightPipeline(
@@ -160,6 +83,7 @@ class OffloadEngine:
             config.window_bytes,
             parts.delay,
             parts.verify_leases,
+            parts.trace,
         )
         self._ledger = Ledger(AdamW(optimizer.beta1, optimizer.beta2, optimizer.eps))
         self._updates = UpdateStream(
@@ -171,11 +95,17 @@ class OffloadEngine:
             self._ledger,
             optimizer.weight_decay,
             parts.delay,
+            parts.trace,
         )
+        self.gradients.on_complete = self._gradient_complete
         self._masters = MasterAccess(self._shared, memory, parts.store, parts.pool)
         self.scaler = LossScaler(optimizer.loss_scale, parts.loss_scaling)
         self._schedule = AccessSchedule(())
         self._guesses: dict[str, tuple[str, ...]] = {}
+        self._stage = ""
+        self._expected: list[str] = []  # units that will get a gradient, until backward begins
+        self._in_backward = False
+        self._early_step: int | None = None  # number of the step whose updates may precede its norm
         self._closed = False
 
     # ---- values
@@ -199,17 +129,48 @@ class OffloadEngine:
         self._schedule = AccessSchedule(stages, self._guesses if training else None)
         self._pipeline.begin(self._schedule)
 
-    def begin_gradients(self) -> None:
-        """Forget the gradients of the step before; called before the first deposit."""
+    def begin_gradients(self, learning_rate: float | None = None) -> None:
+        """Forget the gradients of the step before; called before the first deposit.
+
+        Under `speculative`, updates may precede the norm if `learning_rate` is given, which must be
+        that of `finish_step`.
+        """
         self.gradients.begin(self.scaler.scale)
+        self._early_step = None
+        if self._optimizer.speculative and learning_rate is not None:
+            self._early_step = self._ledger.add(learning_rate)
+        self._expected = list(self._schedule.gradient_units())
+        self._in_backward = False
+
+    def _expect_gradients(self) -> None:
+        """Backward has begun: the state of units with a gradient may be read ahead.
+
+        Not before, because forward may have idle experts to catch up on, which need that memory.
+        """
+        self._in_backward = True
+        with self._shared.changed:
+            self._updates.expect(self._expected, self._early_step)
+        self._expected = []
+
+    def _gradient_complete(self, unit: UnitState) -> None:
+        if self._early_step is not None:
+            self._updates.release(unit, self._early_step)
 
     def enter(self, stage: str) -> None:
         """Compute enters the schedule's next stage."""
         self._pipeline.enter(stage)
+        self._stage = stage
+        if self._expected and self._schedule.current.gradient:
+            self._expect_gradients()
 
     def resolve(self, group: str, needed: Sequence[str]) -> None:
         """Fix which units of a group of stages are needed."""
         self._pipeline.resolve(group, list(needed))
+        if self._expected:
+            self._expected += needed
+        elif self._in_backward:
+            with self._shared.changed:
+                self._updates.expect(needed, self._early_step)
 
     @contextmanager
     def use(self, name: str, *, gradient: bool = False, use: int = 0) -> Iterator[UnitUse]:
@@ -220,55 +181,97 @@ class OffloadEngine:
             total = lease.accumulator.view("float32", 0, lease.unit.layout.size)
         held = UnitUse(lease, total, self._parts.pool)
         try:
-            yield held
-            if total is not None:
-                assert held.complete, f"{name}: some tensors got no gradient"
-                self.gradients.deposit(lease.unit, total, use)
+            with self._parts.trace.span("compute", self._stage, unit=name):
+                yield held
+                if total is not None:
+                    assert held.complete, f"{name}: some tensors got no gradient"
+                    self.gradients.deposit(lease.unit, total, use)
         finally:
             self._parts.backend.sync()
             self._pipeline.release(lease)
 
-    def finish_step(self, learning_rate: float) -> StepOutcome:
-        """Close the gradients, decide, and queue the updates; returns before they are applied."""
+    def finish_step(
+        self, learning_rate: float, commit: Mapping[str, Any] | None = None
+    ) -> StepOutcome:
+        """Close the gradients, decide, and queue the updates; returns before they are applied.
+
+        With `commit` (JSON data) this step is committed as soon as its updates are applied.
+        """
         self.gradients.finish()
         norm = self.gradients.norm()
         finite = self.gradients.finite and isfinite(norm)
         scale_before = self.scaler.scale
         alive = self.scaler.update(finite)
         self._guesses = self._schedule.resolved()
+        self._in_backward = False
         idle = [
             name
             for name, unit in self._shared.units.items()
             if name not in self.gradients.squares and not unit.layout.frozen
         ]
-        if not finite:
-            self._drop_spilled()
-            return StepOutcome(norm, 1.0, False, not alive, len(idle), scale_before)
-        limit = self._optimizer.max_grad_norm
-        clip = 1.0 if norm <= limit else limit / norm
         started = seconds()
-        self._updates.wait_applied()
+        with self._parts.trace.span("stall", "updates of the step before"):
+            self._updates.wait_border()
+        limit = self._optimizer.max_grad_norm
+        clip = 1.0 if not finite or norm <= limit else limit / norm
+        redone = self._settle_early(finite and clip == 1.0, commit is not None)
         self.stats.add(stall_seconds=seconds() - started)
-        step = self._ledger.add(learning_rate)
+        if finite:
+            self._apply(learning_rate, clip, commit)
+        else:
+            self._skip(commit)
+        return StepOutcome(
+            norm, clip, finite, not finite and not alive, len(idle), scale_before, redone
+        )
+
+    def _settle_early(self, accepted: bool, commit: bool) -> bool:
+        """Keep or undo the updates that preceded the norm; whether any was undone."""
+        if self._early_step is None:
+            return False
+        if accepted:
+            self._updates.accept(commit)
+            return False
+        return bool(self._updates.revert())
+
+    def _apply(self, learning_rate: float, clip: float, commit: Mapping[str, Any] | None) -> None:
+        """Queue the step's updates and, if wanted, its commit."""
+        early = self._early_step
+        step = self._ledger.add(learning_rate) if early is None else early
+        self._early_step = None
         with self._shared.changed:
             self._shared.optimizer_step = step
-            jobs = self._jobs(step, clip)
+            jobs = self._jobs(step, clip, commit is not None)
             self.begin(self._schedule.stages)
             self._updates.submit(jobs)
-        self._ledger.prune(min(unit.synced_step for unit in self._shared.units.values()))
-        return StepOutcome(norm, clip, True, False, len(idle), scale_before)
+            if commit is not None:
+                self._updates.commits.request(self._meta(commit))
+            units = self._shared.units.values()
+            oldest = min(u.stored_step if u.state_dirty else u.synced_step for u in units)
+        self._ledger.prune(oldest)
 
-    def _jobs(self, step: int, clip: float) -> list[UpdateJob]:
+    def _skip(self, commit: Mapping[str, Any] | None) -> None:
+        """The gradients are not finite: this is not a step, nothing is updated."""
+        if self._early_step is not None:
+            self._ledger.withdraw()
+            self._early_step = None
+        self._drop_spilled()
+        with self._shared.changed:
+            self._updates.submit([])
+            if commit is not None:
+                self._updates.commits.request(self._meta(commit))
+
+    def _jobs(self, step: int, clip: float, commit: bool) -> list[UpdateJob]:
         jobs = []
         policy = self._config.idle_expert_policy
         for name in self._shared.order:
             unit = self._shared.units[name]
             if name in self.gradients.squares:
-                jobs.append(UpdateJob(unit, step - 1, step, clip))
+                if unit.job is None and unit.synced_step < step:  # not updated early
+                    jobs.append(UpdateJob(unit, step - 1, step, clip, commit=commit))
             elif policy == "skip" or unit.layout.frozen:
                 unit.synced_step = step
             elif policy == "dense" or step - unit.synced_step >= self._config.replay_lag_max:
-                jobs.append(UpdateJob(unit, step, None, 1.0))
+                jobs.append(UpdateJob(unit, step, None, commit=commit))
         return jobs
 
     def _drop_spilled(self) -> None:
@@ -289,6 +292,45 @@ class OffloadEngine:
             for unit in self._shared.units.values():
                 self._updates.before_lease(unit)
         self._updates.drain()
+
+    def commit(self, meta: Mapping[str, Any]) -> None:
+        """Make everything as it is now durable, with `meta` (JSON data); blocks until it is."""
+        self._updates.drain()
+        with self._shared.changed:
+            self._updates.commits.request(self._meta(meta))
+        self._updates.commits.wait()
+
+    def _meta(self, run: Mapping[str, Any]) -> dict[str, Any]:
+        return {
+            "step": run.get("step"),
+            "engine": {"ledger": self._ledger.to_json(), "loss_scale": self.scaler.to_json()},
+            "run": dict(run),
+        }
+
+    def restore(self) -> Mapping[str, Any]:
+        """Take every value from the commit the store was opened at; returns the run's `meta`.
+
+        Instead of `initialize`. Cold blocks stay where they are; the others are read. Raises
+        StorageError when the commit does not hold this model or a block is corrupt.
+        """
+        store = self._parts.store
+        record = None if store is None else store.recovered
+        assert store is not None and record is not None, "the store was not opened at a commit"
+        try:
+            saved = record.meta["engine"]
+            self._ledger.restore(saved["ledger"])
+            self.scaler.restore(saved["loss_scale"])
+            run = dict(record.meta["run"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise StorageError(f"the commit says nothing of a run ({error!r})") from error
+        self._shared.optimizer_step = self._ledger.step
+        self._masters.restore(self._ledger.step, self._config.idle_expert_policy == "skip")
+        return run
+
+    @property
+    def commits(self) -> Commits:
+        """What has been committed."""
+        return self._updates.commits
 
     def peak_bytes(self) -> dict[str, int]:
         """The most bytes each tier has held, the device's declared workspace included."""

@@ -19,11 +19,13 @@ from offload.device_copy import field_view
 from offload.host_memory import HostMemory
 from offload.nvme.store import NvmeStore
 from offload.residency import Shared, UnitState
+from offload.runs import runs_of
 from offload.stats import Stats
 from ops.clock import seconds
 from ops.kernels.pool import KernelPool
 from ops.kernels.reduce import accumulate, sum_squares
 from ops.kernels.split import round_bf16
+from ops.trace import Tracer
 
 
 def accumulator_bytes(uses: dict[str, int], sizes: dict[str, int], batch_major: bool) -> int:
@@ -49,6 +51,7 @@ class GradientStore:
         uses: dict[str, int],
         batch_major: bool,
         delay: Callable[[str], None],
+        trace: Tracer,
     ) -> None:
         self._shared = shared
         self._host = host
@@ -56,6 +59,7 @@ class GradientStore:
         self._pool = pool
         self._stats = stats
         self._delay = delay
+        self._trace = trace
         self._kept: dict[tuple[str, int], Buffer] = {}
         for unit, count in uses.items():
             nbytes = shared.units[unit].layout.accumulator_nbytes
@@ -66,6 +70,7 @@ class GradientStore:
         self.squares: dict[str, float] = {}
         self.finite = True
         self.scale = 1.0
+        self.on_complete: Callable[[UnitState], None] = lambda unit: None
 
     def begin(self, loss_scale: float) -> None:
         """Start a step whose gradients arrive multiplied by `loss_scale` (a power of two)."""
@@ -111,16 +116,18 @@ class GradientStore:
             np.multiply(total, np.float32(1.0 / self.scale), out=total)
         grad = field_view(buffer, unit.layout.field("grad", "grad"))
         self._delay("d2h")
-        if unit.layout.grad_dtype == "bfloat16":
-            round_bf16(total, grad, pool=self._pool)
-        else:
-            np.copyto(grad, total)
+        with self._trace.span("device to host", unit.name, bytes=grad.nbytes):
+            if unit.layout.grad_dtype == "bfloat16":
+                round_bf16(total, grad, pool=self._pool)
+            else:
+                np.copyto(grad, total)
         self._stats.add(d2h_bytes=grad.nbytes)
         square = sum_squares(grad, pool=self._pool)
         self.squares[unit.name] = square.total
         self.finite = self.finite and square.finite
         if unit.spills:
             self._spill(unit, buffer)
+        self.on_complete(unit)
 
     def _grad_slot(self) -> Buffer:
         started = seconds()
@@ -138,7 +145,14 @@ class GradientStore:
         nbytes = unit.layout.nbytes("grad")
         array = buffer.slice(0, unit.grad_bytes).array
         try:
-            handle = self._store.write(unit.block("grad"), array, "spill", nbytes=nbytes)
+            handle = self._store.write(
+                unit.block("grad"),
+                array,
+                "spill",
+                nbytes=nbytes,
+                transient=True,
+                runs=runs_of(unit.layout, "grad"),
+            )
         except BaseException as error:
             self._shared.fail(error)  # the slot is lost: nobody may wait for it
             raise

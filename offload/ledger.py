@@ -7,6 +7,9 @@ entry. Pure.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from ops.kernels.adamw import AdamW
 from ops.kernels.arrays import F32
 
@@ -24,6 +27,20 @@ class Ledger:
         self.step += 1
         self._rates[self.step] = learning_rate
         return self.step
+
+    def withdraw(self) -> None:
+        """Take back the last step entered, which turned out not to be one."""
+        del self._rates[self.step]
+        self.step -= 1
+
+    def to_json(self) -> dict[str, Any]:
+        """What a commit keeps of the ledger; JSON keeps every float exactly."""
+        return {"step": self.step, "rates": [[step, rate] for step, rate in self._rates.items()]}
+
+    def restore(self, data: Mapping[str, Any]) -> None:
+        """Become what `to_json` described; ValueError, KeyError or TypeError for anything else."""
+        self._rates = {int(step): float(rate) for step, rate in data["rates"]}
+        self.step = int(data["step"])
 
     def table(self, after: int, until: int, weight_decay: float) -> F32:
         """Scalars [until - after, 7] of the steps after `after` up to and with `until`."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from offload.config import LossScaleConfig
 
@@ -31,3 +33,12 @@ class LossScaler:
             return False
         self.scale /= 2.0
         return True
+
+    def to_json(self) -> dict[str, Any]:
+        """What a commit keeps of the scaler."""
+        return {"scale": self.scale, "good_steps": self.good_steps}
+
+    def restore(self, data: Mapping[str, Any]) -> None:
+        """Go on where `to_json` was taken; KeyError, TypeError, ValueError for other data."""
+        if self.enabled:
+            self.scale, self.good_steps = float(data["scale"]), int(data["good_steps"])

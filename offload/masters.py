@@ -12,6 +12,8 @@ from offload.device_copy import field_view
 from offload.host_memory import HostMemory
 from offload.nvme.store import NvmeStore
 from offload.residency import Shared, UnitState
+from offload.runs import runs_of
+from ops.errors import StorageError
 from ops.kernels.pool import KernelPool
 from ops.kernels.split import join_master, narrow_f16, split_master
 
@@ -26,6 +28,45 @@ class MasterAccess:
         self._host = host
         self._store = store
         self._pool = pool
+
+    def restore(self, step: int, idle_are_skipped: bool) -> None:
+        """Take every unit from the store's blocks, which a commit of optimizer step `step` left.
+
+        Cold blocks stay where they are. Raises StorageError when a block is missing, has another
+        length, or does not belong to the other one of its unit; then nothing may be used.
+        """
+        assert self._store is not None
+        stored = self._store.blocks()
+        for unit in self._shared.units.values():
+            unit.version = self._stored_version(unit, stored, step)
+            skipped = idle_are_skipped or unit.layout.frozen
+            unit.synced_step = step if skipped else unit.version
+            for part, buffer in (("weight", unit.host_weight), ("state", unit.host_state)):
+                if buffer is not None:
+                    self._transfer(unit, part, buffer, write=False)
+
+    def _stored_version(
+        self, unit: UnitState, stored: dict[str, tuple[int, int]], step: int
+    ) -> int:
+        """The step of the unit's blocks in the store; StorageError when they make no unit."""
+        assert self._store is not None
+        parts = ["weight"] if unit.layout.frozen else ["weight", "state"]
+        for part in parts:
+            wanted, found = unit.layout.nbytes(part), stored.get(unit.block(part), (0, 0))[0]
+            if found != wanted:
+                raise StorageError(
+                    f"the commit has {found} bytes, the model needs {wanted}: it is a commit of "
+                    "another model",
+                    path=self._store.directory,
+                    block=unit.block(part),
+                )
+        versions = sorted({stored[unit.block(part)][1] for part in parts})
+        if len(versions) != 1 or versions[0] > step:
+            raise StorageError(
+                f"the blocks of {unit.name} are of steps {versions}, the commit is of {step}",
+                path=self._store.directory,
+            )
+        return versions[0]
 
     def initialize(self, values: Callable[[TensorSpec], np.ndarray]) -> None:
         """Write `values(tensor)` (fp32, flat) and zero moments to every unit's home; blocks."""
@@ -79,10 +120,16 @@ class MasterAccess:
 
     def _transfer(self, unit: UnitState, part: str, buffer: Buffer, *, write: bool) -> None:
         assert self._store is not None
-        start = self._store.write if write else self._store.read
+        block, nbytes = unit.block(part), unit.layout.nbytes(part)
         try:
-            nbytes = unit.layout.nbytes(part)
-            start(unit.block(part), buffer.array, "commit", nbytes=nbytes).wait()
+            if write:
+                runs = runs_of(unit.layout, part)
+                handle = self._store.write(
+                    block, buffer.array, "commit", nbytes=nbytes, version=unit.version, runs=runs
+                )
+            else:
+                handle = self._store.read(block, buffer.array, "commit", nbytes=nbytes)
+            handle.wait()
         except BaseException as error:
             self._shared.fail(error)  # after a corrupt block nothing is trained on
             raise

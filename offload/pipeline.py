@@ -26,6 +26,7 @@ from ops.checksum import checksum
 from ops.clock import seconds
 from ops.device import Backend
 from ops.kernels.pool import KernelPool
+from ops.trace import Tracer
 
 
 class Updates(Protocol):
@@ -67,6 +68,7 @@ class WeightPipeline:
         window_bytes: int,
         delay: Callable[[str], None],
         verify_leases: bool,
+        trace: Tracer,
     ) -> None:
         self._shared = shared
         self._host = host
@@ -78,6 +80,7 @@ class WeightPipeline:
         self._window_bytes = window_bytes
         self._delay = delay
         self._verify = verify_leases
+        self._trace = trace
         self._resident: set[str] = set()
         self._schedule = AccessSchedule(())
         self.updates: Updates | None = None
@@ -125,6 +128,10 @@ class WeightPipeline:
         """Stage index of the unit's next use in the current schedule (lock held)."""
         return self._schedule.next_use(name)
 
+    def last_use(self, name: str) -> int:
+        """Stage index of the unit's last use in the whole of the current schedule (lock held)."""
+        return self._schedule.last_use(name)
+
     def lease(self, name: str, *, gradient: bool = False) -> Lease:
         """Block until the unit's up-to-date weights are on the device; count the wait as stall.
 
@@ -143,7 +150,9 @@ class WeightPipeline:
             assert unit.device is not None
             unit.device_tensors = device_tensors(unit.layout, unit.device, self._backend)
         lease.weights = unit.device_tensors
-        self._stats.add(stall_seconds=seconds() - started)
+        ended = seconds()
+        self._stats.add(stall_seconds=ended - started)
+        self._trace.complete("stall", name, started, ended)
         if self._verify:
             lease.shadow = self._shadow(unit)
         return lease
@@ -214,6 +223,9 @@ class WeightPipeline:
             if unit.job is not None:
                 assert self.updates is not None
                 self.updates.hurry(unit)
+            if unit.host_reading and unit.weight_handle is not None:
+                assert self._store is not None
+                self._store.hurry(unit.weight_handle, -1)
             self._shared.wait()
 
     def _is_loading(self, unit: UnitState) -> bool:
@@ -238,7 +250,7 @@ class WeightPipeline:
                     else:
                         slot = buffer = self._host.lease_slot
                 assert buffer is not None
-                self._read(unit, buffer).wait()
+                self._read(unit, buffer, -1).wait()
                 with self._shared.changed:
                     unit.host_reading = False
                     unit.host_ready = slot is None
@@ -247,16 +259,22 @@ class WeightPipeline:
             self._shared.fail(error)
             raise
 
-    def _read(self, unit: UnitState, buffer: Buffer) -> Handle:
+    def _read(self, unit: UnitState, buffer: Buffer, deadline: int) -> Handle:
         assert self._store is not None
-        nbytes = unit.layout.nbytes("weight")
-        return self._store.read(unit.block("weight"), buffer.array, "weight", nbytes=nbytes)
+        return self._store.read(
+            unit.block("weight"),
+            buffer.array,
+            "weight",
+            nbytes=unit.layout.nbytes("weight"),
+            deadline=deadline,
+        )
 
     def _upload(self, unit: UnitState, slot: Buffer | None = None) -> None:
         source = slot if slot is not None else unit.host_weight
         assert source is not None and unit.device is not None
         self._delay("h2d")
-        upload(unit.layout, source, unit.device, self._pool)
+        with self._trace.span("host to device", unit.name, bytes=unit.layout.device_nbytes):
+            upload(unit.layout, source, unit.device, self._pool)
         self._stats.add(h2d_bytes=unit.layout.device_nbytes, transfers=1)
         with self._shared.changed:
             unit.device_state = DeviceState.READY
@@ -317,26 +335,29 @@ class WeightPipeline:
                     if not reads and ready is None:
                         self._shared.changed.wait()
                         continue
-                for unit in reads:
-                    self._read_ahead(unit)
+                for unit, deadline in reads:
+                    self._read_ahead(unit, deadline)
                 if ready is not None:
                     self._upload(ready)
         except BaseException as error:
             self._shared.fail(error)
 
-    def _read_ahead(self, unit: UnitState) -> None:
+    def _read_ahead(self, unit: UnitState, deadline: int) -> None:
         assert unit.host_weight is not None
 
         def arrived() -> None:
             unit.host_reading = False
             unit.host_ready = True
+            unit.weight_handle = None
 
-        self._read(unit, unit.host_weight).add_done_callback(self._shared.when_done(arrived))
+        handle = self._read(unit, unit.host_weight, deadline)
+        unit.weight_handle = handle
+        handle.add_done_callback(self._shared.when_done(arrived))
 
-    def _choose_work(self) -> tuple[list[UnitState], UnitState | None]:
-        """Reads to start and one unit to upload, nearest use first, inside the window."""
+    def _choose_work(self) -> tuple[list[tuple[UnitState, int]], UnitState | None]:
+        """Reads (with deadlines) and one unit to upload, nearest use first, inside the window."""
         units = self._shared.units
-        reads: list[UnitState] = []
+        reads: list[tuple[UnitState, int]] = []
         window = self._window_bytes - sum(
             unit.layout.device_nbytes for unit in units.values() if unit.prefetched
         )
@@ -366,7 +387,7 @@ class WeightPipeline:
                 self._host.cache_weight(name, buffer)
                 unit.host_reading = True
                 unit.prefetched = True
-                reads.append(unit)
+                reads.append((unit, deadline))
         return reads, None
 
     # ---- checks for tests

@@ -10,6 +10,12 @@ Bytes on the host, in order of claim (each is a term of the plan):
     homes                         blocks that stay: weights first (moved three times a step), then
                                   optimizer state, both in forward order, so that the start of a
                                   step, which waits first, reads least
+    undo                          under `speculative`, a second copy of weights that stay while
+                                  their state does not: the update may have to be undone
+
+Bytes on nvme: the cold blocks, spilled gradients and writes in flight, and what commits hold. A
+commit holds every block, those homed on the host too, and is given up only once the next one is
+durable: (retained commits + 1 working) x state. `none` commits at exit only.
 
 A static set of homes is what eviction by next use amounts to for a cyclic sweep: every step reads
 exactly the cold remainder, never the whole.
@@ -71,10 +77,12 @@ class MemoryPlan:
     remedies: tuple[str, ...]
     homes: dict[tuple[str, str], str] = field(repr=False)
     spilled: frozenset[str] = field(repr=False)
+    undone: frozenset[str] = field(repr=False)
     update_slot_bytes: int
     lease_slot_bytes: int
     grad_slot_bytes: int
     stream_bytes: int
+    read_ahead_bytes: int
     workspace_bytes: int
 
 
@@ -103,17 +111,24 @@ class _Sizes:
 
 
 def plan_memory(
-    layouts: Sequence[UnitLayout], config: OffloadConfig, demands: Demands
+    layouts: Sequence[UnitLayout],
+    config: OffloadConfig,
+    demands: Demands,
+    *,
+    speculative: bool = False,
+    resumed: bool = False,
 ) -> MemoryPlan:
     """Place every block of `layouts` (forward order) under the budgets of `config`.
 
-    Always returns a plan; `fits` is False and `problems`, `remedies` say why when it cannot run.
+    `speculative` is the update schedule; `resumed`: the run starts from a commit, which has to be
+    kept until the next one. Always returns a plan; `fits` is False and `problems`, `remedies` say
+    why when it cannot run.
     """
     sizes = _Sizes(layouts)
-    host = _plan_host(sizes, config, demands)
+    host = _plan_host(sizes, config, demands, speculative)
     device_minimum = _device_minimum(layouts, demands)
     device_need = sum(term.nbytes for term in device_minimum)
-    nvme_terms = _nvme_terms(sizes, host)
+    nvme_terms = _nvme_terms(sizes, host, config, speculative, resumed)
     window = min(config.window_bytes, max(config.device.capacity - device_need, 0))
     device_terms = device_minimum
     if window:
@@ -139,10 +154,12 @@ def plan_memory(
         remedies=tuple(remedies),
         homes=host.homes,
         spilled=host.spilled,
+        undone=host.undone,
         update_slot_bytes=host.update_slot,
         lease_slot_bytes=host.lease_slot,
         grad_slot_bytes=host.grad_slot,
         stream_bytes=host.stream,
+        read_ahead_bytes=host.read_ahead,
         workspace_bytes=demands.workspace_bytes,
     )
 
@@ -151,10 +168,12 @@ def plan_memory(
 class _HostPlan:
     homes: dict[tuple[str, str], str]
     spilled: frozenset[str]
+    undone: frozenset[str]
     update_slot: int
     lease_slot: int
     grad_slot: int
     stream: int
+    read_ahead: int
     terms: tuple[Term, ...]
     minimum: tuple[Term, ...]
     problem: str = ""
@@ -194,7 +213,9 @@ def _fixed_terms(demands: Demands) -> tuple[Term, ...]:
     return tuple(terms)
 
 
-def _plan_host(sizes: _Sizes, config: OffloadConfig, demands: Demands) -> _HostPlan:
+def _plan_host(
+    sizes: _Sizes, config: OffloadConfig, demands: Demands, speculative: bool
+) -> _HostPlan:
     names = [x.name for x in sizes.layouts]
     capacity = config.host.capacity
     fixed = _fixed_terms(demands)
@@ -206,7 +227,8 @@ def _plan_host(sizes: _Sizes, config: OffloadConfig, demands: Demands) -> _HostP
         homes = {(n, part): "host" for n in names for part in ("weight", "state")}
         grads = Term("gradients", sizes.all_grad, "all units, nothing spilled")
         stay = Term("homes", sizes.all_home, "all weights and optimizer state")
-        return _HostPlan(homes, frozenset(), 0, 0, 0, 0, (*fixed, grads, stay), minimum)
+        nobody: frozenset[str] = frozenset()
+        return _HostPlan(homes, nobody, nobody, 0, 0, 0, 0, 0, (*fixed, grads, stay), minimum)
     update_slot = sizes.update_grad_max if spill else sizes.update_max
     grad_slot = sizes.grad_max if spill else 0
     grad_bytes = sum(sizes.grad[n] for n in names if n not in spill)
@@ -216,7 +238,10 @@ def _plan_host(sizes: _Sizes, config: OffloadConfig, demands: Demands) -> _HostP
     if left < 0:
         problem = f"the host budget lacks {format_bytes(-left)} for unspilled gradients and demand"
     stream = min(max(left, 0) // 2, max(config.window_bytes, 4 * update_slot))
-    homes, home_bytes = _choose_homes(sizes, max(left, 0) - stream)
+    homes, undone, home_bytes = _choose_homes(sizes, max(left, 0) - stream, speculative)
+    cold_weights = sum(sizes.weight[n] for n in names if homes[n, "weight"] == "nvme")
+    # Weights that compute waits for come through the stream too: leave room for their window.
+    read_ahead = stream - min(config.window_bytes, cold_weights, stream // 2)
     terms = [
         *fixed,
         Term("gradients", grad_bytes, f"{_num_unspilled(sizes, spill)} unspilled units"),
@@ -229,8 +254,11 @@ def _plan_host(sizes: _Sizes, config: OffloadConfig, demands: Demands) -> _HostP
         Term("stream", stream, "read-ahead and write-behind"),
         Term("homes", home_bytes, "blocks that stay in host memory"),
     ]
-    slots = (update_slot, sizes.weight_max, grad_slot, stream)
-    return _HostPlan(homes, frozenset(spill), *slots, tuple(terms), minimum, problem)
+    if undone:
+        undo_bytes = sum(sizes.weight[name] for name in undone)
+        terms.append(Term("undo", undo_bytes, "weights as they were before the norm is known"))
+    slots = (update_slot, sizes.weight_max, grad_slot, stream, read_ahead)
+    return _HostPlan(homes, frozenset(spill), undone, *slots, tuple(terms), minimum, problem)
 
 
 def _num_unspilled(sizes: _Sizes, spill: set[str]) -> int:
@@ -257,15 +285,35 @@ def _choose_spill(sizes: _Sizes, config: OffloadConfig, room: int) -> set[str]:
     return spilled
 
 
-def _choose_homes(sizes: _Sizes, room: int) -> tuple[dict[tuple[str, str], str], int]:
-    homes, used = {}, 0
+def _choose_homes(
+    sizes: _Sizes, room: int, speculative: bool
+) -> tuple[dict[tuple[str, str], str], frozenset[str], int]:
+    """Homes, the units that need an undo copy, and the bytes of the homes alone.
+
+    A weight that stays while its state is cold costs its undo copy too; once its state stays as
+    well, the copy is given back.
+    """
+    homes, used, undone = {}, 0, set()
     for part, table in (("weight", sizes.weight), ("state", sizes.state)):
         for layout in sizes.layouts:
-            nbytes = table[layout.name]
-            stays = used + nbytes <= room
-            homes[layout.name, part] = "host" if stays else "nvme"
-            used += nbytes if stays else 0
-    return homes, used
+            name = layout.name
+            cost = table[name]
+            if speculative and not layout.frozen:
+                if part == "weight":
+                    cost += sizes.weight[name]
+                elif name in undone:
+                    cost -= sizes.weight[name]
+            stays = used + cost <= room
+            homes[name, part] = "host" if stays else "nvme"
+            if not stays:
+                continue
+            used += cost
+            if part == "state":
+                undone.discard(name)
+            elif speculative and not layout.frozen:
+                undone.add(name)
+    undo_bytes = sum(sizes.weight[name] for name in undone)
+    return homes, frozenset(undone), used - undo_bytes
 
 
 def _device_minimum(layouts: Sequence[UnitLayout], demands: Demands) -> tuple[Term, ...]:
@@ -279,20 +327,34 @@ def _device_minimum(layouts: Sequence[UnitLayout], demands: Demands) -> tuple[Te
     )
 
 
-def _nvme_terms(sizes: _Sizes, host: _HostPlan) -> tuple[Term, ...]:
+def _nvme_terms(
+    sizes: _Sizes, host: _HostPlan, config: OffloadConfig, speculative: bool, resumed: bool
+) -> tuple[Term, ...]:
     table = {"weight": sizes.weight, "state": sizes.state}
     cold = sum(table[part][name] for (name, part), home in host.homes.items() if home == "nvme")
     spill = sum(sizes.grad[name] for name in host.spilled)
-    if not cold and not spill:
-        return ()
-    flight = host.stream + 2 * host.update_slot + 2 * host.grad_slot
-    terms = [Term("cold state", cold, "blocks homed on nvme")]
+    every_step = config.durability == "step"
+    terms = []
+    if cold:
+        terms.append(Term("cold state", cold, "blocks homed on nvme"))
+    if cold < sizes.all_home:
+        when = "at exit" if config.durability == "none" else "in every commit"
+        terms.append(Term("committed", sizes.all_home - cold, f"blocks homed on host, {when}"))
+    kept = int(resumed) if config.durability == "none" else config.keep_in_store
+    if kept:
+        why = f"{kept} x the whole state, kept until the next commit is durable"
+        terms.append(Term("retained commits", kept * sizes.all_home, why))
+    if speculative and cold and not every_step:
+        # With a commit every step the old versions are those of the retained commit.
+        terms.append(Term("old versions", cold, "until the norm of the step is known"))
     if spill:
         terms.append(Term("spilled gradients", spill, "this step only"))
-    # Out-of-place writes need a new extent before the old one is free; sizes differ, so some room
-    # is lost between extents.
-    terms.append(Term("working", flight + sizes.update_max, "out-of-place writes in flight"))
-    terms.append(Term("fragmentation", round_up((cold + spill) // 20, ALIGN_BYTES), "5 %"))
+    if cold or spill:
+        # Out-of-place writes need a new extent before the old one is free; sizes differ, so some
+        # room is lost between extents.
+        flight = host.stream + 2 * host.update_slot + 2 * host.grad_slot
+        terms.append(Term("working", flight + sizes.update_max, "out-of-place writes in flight"))
+        terms.append(Term("fragmentation", round_up((cold + spill) // 20, ALIGN_BYTES), "5 %"))
     return tuple(terms)
 
 

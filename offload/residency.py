@@ -53,6 +53,8 @@ class UnitState:
         self.host_holds = 0
         self.host_state: Buffer | None = None
         self.host_grad: Buffer | None = None
+        self.host_undo: Buffer | None = None  # the weights before a speculative update
+        self.weight_handle: Handle | None = None  # of the read while `host_reading`
         self.state_dirty = False
         # Device copy.
         self.device: Buffer | None = None
@@ -60,9 +62,16 @@ class UnitState:
         self.device_tensors: dict[str, Any] = {}
         self.pins = 0
         self.prefetched = False
-        # Optimizer.
+        # Optimizer. `job` is an update or replay that may run now; `coming` the update of the
+        # step in progress, whose reads may run ahead. `synced_step` is the optimizer step the unit
+        # has reached, `version` the step whose content it has (they differ for what is never
+        # replayed: frozen units, and idle ones under `skip`); `stored_step` is the version of
+        # both blocks in the store while `state_dirty`.
         self.job: UpdateJob | None = None
+        self.coming: UpdateJob | None = None
         self.synced_step = 0
+        self.version = 0
+        self.stored_step = 0
 
     def block(self, part: str) -> str:
         """Name of a block in the store."""
@@ -77,6 +86,8 @@ class UnitState:
             and not self.host_reading
             and self.host_holds == 0
             and not self.state_dirty
+            # Under `speculative` the update follows the lease and wants these bytes.
+            and not (self.pins and self.coming is not None and self.coming.speculative)
         )
 
     def evictable_device(self) -> bool:

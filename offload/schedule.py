@@ -49,6 +49,11 @@ class AccessSchedule:
         self._done = set()
         return stage
 
+    @property
+    def current(self) -> Stage:
+        """The stage that was entered last."""
+        return self.stages[self.cursor]
+
     def resolve(self, group: str, needed: Sequence[str]) -> list[str]:
         """Fix the units of `group`; returns guessed units that are not needed after all."""
         self._resolved[group] = frozenset(needed)
@@ -79,6 +84,16 @@ class AccessSchedule:
             if group is None or group not in self._resolved or unit in self._resolved[group]:
                 return index
         return NEVER
+
+    def last_use(self, unit: str) -> int:
+        """Index of the last stage that may use `unit` in the whole schedule, or NEVER."""
+        places = self._places.get(unit)
+        return places[-1] if places else NEVER
+
+    def gradient_units(self) -> list[str]:
+        """Units that will certainly get a gradient, in forward order."""
+        certain = {u for s in self.stages if s.gradient and s.group is None for u in s.units}
+        return [unit for unit in self._places if unit in certain]
 
     def gradient_uses(self) -> dict[str, int]:
         """How many stages deposit a gradient for each unit."""

@@ -13,17 +13,19 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from offload.activations import ActivationSpec, activation_bytes
 from offload.blocks import TensorSpec, UnitLayout, UnitSpec
 from offload.config import NvmeConfig, OffloadConfig, OptimizerConfig, TierConfig
-from offload.engine import EngineParts, OffloadEngine, StepOutcome
+from offload.engine import OffloadEngine
 from offload.gradients import accumulator_bytes
 from offload.nvme.aligned import AccessMode
 from offload.nvme.files import OpenFile, open_os_file
 from offload.nvme.store import NvmeStore
+from offload.parts import EngineParts, StepOutcome
 from offload.placement import Demands, MemoryPlan, plan_memory
 from offload.schedule import Stage
 from ops.device import NumpyBackend
@@ -115,7 +117,7 @@ def budgets(
     )
 
 
-def toy_plan(toy: Toy, config: OffloadConfig) -> MemoryPlan:
+def toy_plan(toy: Toy, config: OffloadConfig, *, speculative: bool = False) -> MemoryPlan:
     """The plan of a toy under `config`."""
     layouts = toy.layouts()
     sizes = {x.name: round_up(x.accumulator_nbytes, 4096) for x in layouts}
@@ -123,7 +125,7 @@ def toy_plan(toy: Toy, config: OffloadConfig) -> MemoryPlan:
     demands = Demands(
         activation_bytes(ACTIVATIONS), accumulator_bytes(uses, sizes, False), toy.workspace_bytes
     )
-    return plan_memory(layouts, config, demands)
+    return plan_memory(layouts, config, demands, speculative=speculative)
 
 
 ACTIVATIONS = (ActivationSpec("h", (256,), "float32", 2),)
@@ -153,7 +155,7 @@ class ToyRun:
         **options: object,
     ) -> None:
         self.toy = toy
-        plan = toy_plan(toy, config)
+        plan = toy_plan(toy, config, speculative=optimizer.speculative)
         assert plan.fits, plan.problems
         parts = EngineParts(
             layouts=toy.layouts(),
@@ -175,11 +177,11 @@ class ToyRun:
             self.engine.close()
             raise
 
-    def step(self, number: int, rate: float) -> int:
+    def step(self, number: int, rate: float, commit: dict[str, Any] | None = None) -> int:
         """One training step; returns its checksum "loss"."""
         engine, toy = self.engine, self.toy
         engine.begin(toy.stages())
-        engine.begin_gradients()
+        engine.begin_gradients(rate)
         loss = self._visit("fwd embed", "embed", 0)
         for layer in range(toy.layers):
             loss = self._visit(f"fwd l{layer}", f"l{layer}", loss)
@@ -197,7 +199,7 @@ class ToyRun:
                 loss = self._lease(f"l{layer}.e{expert}", loss, number)
             loss = self._visit(f"bwd l{layer}", f"l{layer}", loss, number)
         loss = self._visit("bwd embed", "embed", loss, number, use=1)
-        self.outcomes.append(engine.finish_step(rate))
+        self.outcomes.append(engine.finish_step(rate, commit))
         return loss
 
     def evaluate(self) -> int:
@@ -245,11 +247,12 @@ class ToyRun:
         with engine._shared.changed:
             units = list(engine._shared.units.values())
             memory = engine._memory
-            assert not any(unit.state_dirty or unit.pins or unit.job for unit in units)
+            assert not any(x.state_dirty or x.pins or x.job or x.coming for x in units)
             owned: Sequence[object] = [
                 *(unit.host_weight for unit in units),
                 *(unit.host_state for unit in units),
                 *(unit.host_grad for unit in units),
+                *(unit.host_undo for unit in units),
                 *memory.update_slots,
                 *memory.grad_slots,
                 memory.lease_slot,
@@ -287,6 +290,7 @@ def toy_run(
                 config.nvme.path,
                 config.nvme.capacity,
                 workers=config.io_workers,
+                codec=config.codec,
                 access=access,
                 open_file=open_file,
             )

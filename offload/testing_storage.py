@@ -87,11 +87,14 @@ class FaultyFile:
         wanted = slice_buffers(buffers, 0, wanted_bytes)
         if flip_at is None:
             return self.inner.writev_from(wanted, offset)
-        _flip(buffers, flip_at)  # the caller's bytes are right again before anybody looks
-        try:
-            return self.inner.writev_from(wanted, offset)
-        finally:
-            _flip(buffers, flip_at)
+        # In a copy: compute may be reading what is being written.
+        copies = []
+        for buffer in wanted:
+            copy = aligned_buffer(buffer.nbytes, ALIGNMENT_BYTES_MIN)
+            copy[:] = np.frombuffer(buffer, np.uint8)
+            copies.append(copy.data)
+        _flip(copies, flip_at)
+        return self.inner.writev_from(copies, offset)
 
     def sync(self) -> None:
         self._before("sync", 0, 0)

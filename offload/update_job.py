@@ -14,20 +14,31 @@ from offload.arena import Buffer
 from offload.blocks import UnitLayout
 from offload.device_copy import field_view
 from offload.ledger import Ledger
+from offload.nvme.handle import Handle
 from offload.residency import UnitState
 from ops.kernels import adamw
 from ops.kernels.arrays import F32, Array
 from ops.kernels.pool import KernelPool
 
 
-@dataclass
+@dataclass(eq=False)
 class UpdateJob:
-    """A pending update: replay up to `replay_until`, then the gradient of `gradient_step`."""
+    """A pending update: replay up to `replay_until`, then the gradient of `gradient_step`.
+
+    While it is a unit's `coming` job only its state may be read ahead (`ahead`); once queued it is
+    `prepared` when it has all its memory. `hurried`: somebody waits for it. `speculative`: queued
+    before the norm is known, so what it overwrites must be kept. `commit`: host-homed blocks are
+    written too.
+    """
 
     unit: UnitState
     replay_until: int
     gradient_step: int | None
-    grad_scale: float
+    grad_scale: float = 1.0
+    speculative: bool = False
+    commit: bool = False
+    hurried: bool = False
+    ahead: bool = False
     prepared: bool = False
     reads_left: int = 0
     ends_left: int = 0  # writes not done, and one for the publishing
@@ -36,6 +47,9 @@ class UpdateJob:
     grad: Buffer | None = None
     slot: Buffer | None = None
     owned: list[Buffer] = field(default_factory=list)
+    heir: UpdateJob | None = None  # the queued job that took over what this one has read
+    cancelled: bool = False
+    handles: list[Handle] = field(default_factory=list)  # of its reads
 
     @property
     def target_step(self) -> int:

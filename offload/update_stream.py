@@ -1,8 +1,10 @@
 """The streamed optimizer: pending units are read, updated and written, in forward order.
 
-The queue is filled at the end of backward; the next forward chases it and waits unit by unit. Reads
-run ahead and writes drain behind as far as stream memory allows; two update slots guarantee
-progress when there is none. The updater thread is the only one that runs jobs.
+A unit that will get a gradient is `coming`: the reads of its state may run ahead of the norm as far
+as stream memory allows. `chased`: at the end of backward all jobs are queued, and the next forward
+chases them unit by unit. `speculative`: a unit is queued as soon as its gradient is whole, as if
+nothing would be clipped; `offload/speculation.py` keeps what it overwrites until the norm is known.
+Writes drain behind. The updater thread is the only one that runs jobs.
 
 Order of a job's end, which leases rely on: its writes are submitted, then the unit is published,
 so whoever reads the unit from the store afterwards sees the new version. What the job holds is
@@ -12,19 +14,22 @@ given back when both the last write is done and the unit is published, in either
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable
 
 from offload.arena import Buffer
+from offload.commit import Commits
 from offload.host_memory import HostMemory
 from offload.ledger import Ledger
 from offload.nvme.store import NvmeStore
 from offload.pipeline import WeightPipeline
-from offload.policy import NEVER
-from offload.residency import DeviceState, Shared, UnitState
+from offload.residency import Shared, UnitState
+from offload.speculation import Speculation
 from offload.update_job import UpdateJob
+from offload.update_memory import Reads, UpdateMemory
+from offload.update_writes import WRITE_DEADLINE, UpdateWrites
 from ops.kernels.pool import KernelPool
-
-_Reads = list[tuple[UpdateJob, str, Buffer]]
+from ops.trace import Tracer
 
 
 class UpdateStream:
@@ -40,6 +45,7 @@ class UpdateStream:
         ledger: Ledger,
         weight_decay: float,
         delay: Callable[[str], None],
+        trace: Tracer,
     ) -> None:
         self._shared = shared
         self._host = host
@@ -49,69 +55,201 @@ class UpdateStream:
         self._ledger = ledger
         self._weight_decay = weight_decay
         self._delay = delay
+        self._trace = trace
+        self._memory = UpdateMemory(shared, host)
+        self._place = {name: index for index, name in enumerate(shared.order)}
         self._queue: list[UpdateJob] = []
-        self._running = 0
-        self._writing = 0
+        self._coming: list[UpdateJob] = []
+        self._unread: deque[UpdateJob] = deque()  # those of `_coming` whose state is not read yet
+        self._current: UpdateJob | None = None
+        self._cancelled = 0  # reads in flight of cancelled jobs
+        self._writes = UpdateWrites(shared, self._memory, store, delay)
+        self.speculation = Speculation(shared, host, pipeline, store, pool)
+        self.commits = Commits(shared, store, trace)
         pipeline.updates = self
         self._thread = threading.Thread(target=self._work, name="updater", daemon=True)
         self._thread.start()
 
-    # ---- calls of compute (all return at once, except drain)
+    # ---- calls of compute
+
+    def expect(self, names: Iterable[str], step: int | None) -> None:
+        """These units will get a gradient: their state may be read ahead (lock held).
+
+        With `step`, the number of the step in progress, they may also be updated before its norm.
+        """
+        for name in names:
+            unit = self._shared.units[name]
+            if unit.layout.frozen or unit.coming is not None:
+                continue
+            unit.coming = UpdateJob(unit, 0, None, speculative=step is not None)
+            self._coming.append(unit.coming)
+        order = self._pipeline.last_use if step is not None else self._place.__getitem__
+        self._coming.sort(key=lambda job: order(job.unit.name))
+        self._unread = deque(job for job in self._coming if not job.ahead)
+        self._shared.changed.notify_all()
+
+    def release(self, unit: UnitState, step: int) -> None:
+        """The unit's gradient is whole: speculate on it, if its old version can be kept."""
+        with self._shared.changed:
+            job = unit.coming
+            if job is None or not job.speculative or not self.speculation.possible(unit):
+                return
+            self._coming.remove(job)
+            unit.coming, unit.job = None, job
+            job.replay_until, job.gradient_step = step - 1, step
+            self._queue.append(job)
+            self._shared.changed.notify_all()
 
     def submit(self, jobs: list[UpdateJob]) -> None:
-        """Queue jobs of the ended step, in forward order."""
+        """Queue jobs of the ended step, in forward order.
+
+        A job takes over what has been read ahead for its unit; what was read ahead for nothing is
+        given back.
+        """
         with self._shared.changed:
             for job in jobs:
-                assert job.unit.job is None
-                job.unit.job = job
+                unit = job.unit
+                assert unit.job is None
+                unit.job = job
+                coming, unit.coming = unit.coming, None
+                if coming is not None:
+                    self._coming.remove(coming)
+                    self._adopt(job, coming)
             self._queue.extend(jobs)
+            self._queue.sort(key=lambda job: (not job.prepared, self._place[job.unit.name]))
+            self._cancel_coming()
             self._shared.changed.notify_all()
+
+    def _adopt(self, job: UpdateJob, coming: UpdateJob) -> None:
+        """Move what `coming` has read, or is reading, to `job`."""
+        job.ahead, job.state, job.reads_left = coming.ahead, coming.state, coming.reads_left
+        job.handles = coming.handles
+        coming.ahead, coming.state, coming.heir = False, None, job
+        self._hurry_reads(job, min(self._pipeline.next_use(job.unit.name), WRITE_DEADLINE - 1))
+
+    def _hurry_reads(self, job: UpdateJob, deadline: int) -> None:
+        """Let the job's reads in flight go before what is needed later (lock held)."""
+        for handle in job.handles:
+            if not handle.done():
+                assert self._store is not None
+                self._store.hurry(handle, deadline)
+
+    def _cancel_coming(self) -> None:
+        for job in self._coming:
+            job.unit.coming = None
+            if job.reads_left == 0:
+                self._memory.cancel(job)
+            else:
+                job.cancelled = True
+                self._cancelled += 1
+        self._coming = []
+        self._unread.clear()
 
     def before_lease(self, unit: UnitState) -> None:
         """Queue a replay, first in line, if the unit missed steps (lock held)."""
         step = self._shared.optimizer_step
         if unit.job is None and unit.synced_step < step:
-            unit.job = UpdateJob(unit, step, None, 1.0)
+            unit.job = UpdateJob(unit, step, None, commit=self.commits.pending)
             self._queue.insert(self._first_unprepared(), unit.job)
             self._shared.changed.notify_all()
 
     def hurry(self, unit: UnitState) -> None:
         """Move the unit's job in front of all that have not begun (lock held)."""
         job = unit.job
-        if job is None or job.prepared or job not in self._queue:
+        if job is None:
             return
-        self._queue.remove(job)
-        self._queue.insert(self._first_unprepared(), job)
-        self._shared.changed.notify_all()
+        changed, job.hurried = not job.hurried, True
+        if not job.prepared and job in self._queue:
+            first = self._first_unprepared()
+            if self._queue[first] is not job:
+                self._queue.remove(job)
+                self._queue.insert(first, job)
+                changed = True
+        if changed:
+            self._hurry_reads(job, -1)
+            self._shared.changed.notify_all()
 
-    def wait_applied(self) -> None:
-        """Block until every job is applied; writes may still be draining."""
+    def wait_border(self) -> None:
+        """Block until every job of earlier steps is applied and their commit has been cut."""
         with self._shared.changed:
             self._shared.check()
-            while self._queue or self._running:
+            while self._has_older() or self.commits.pending:
+                self._hurry_all()
                 self._shared.wait()
+
+    def _has_older(self) -> bool:
+        current = self._current
+        return (current is not None and not current.speculative) or any(
+            not job.speculative for job in self._queue
+        )
+
+    def _hurry_all(self) -> None:
+        """Nobody leases while compute waits here, so nothing is kept for a lease (lock held)."""
+        changed = False
+        for job in self._queue:
+            changed = changed or not job.hurried
+            job.hurried = True
+        if changed:
+            self._shared.changed.notify_all()
+
+    def accept(self, commit: bool) -> None:
+        """The norm is known and nothing is clipped: what was speculated stays; may block shortly.
+
+        With `commit` what was queued but not begun writes host-homed blocks too.
+        """
+        with self._shared.changed:
+            self._shared.check()
+            for job in self._queue:
+                job.speculative, job.commit = False, commit
+            while self._current is not None and self._current.speculative:
+                self._shared.wait()
+        for unit in self.speculation.accept():
+            self._delete_gradient(unit)
+
+    def revert(self) -> list[UnitState]:
+        """Undo all that was speculated and forget what was about to be; blocks.
+
+        Returns the units whose update has to be made again, or dropped.
+        """
+        with self._shared.changed:
+            self._shared.check()
+            dropped = [job for job in self._queue if job.speculative and not job.prepared]
+            for job in dropped:
+                self._queue.remove(job)
+                job.unit.job = None
+                job.gradient_step = None
+                job.speculative = False
+                job.unit.coming = job
+                self._coming.append(job)
+            while self._queue or self._current is not None or self._writes.in_flight:
+                self._hurry_all()
+                self._shared.wait()
+        return [*(job.unit for job in dropped), *self.speculation.revert()]
 
     def drain(self) -> None:
         """Block until every job is applied and every write is done, held state included."""
         with self._shared.changed:
             self._shared.check()
-            while self._queue or self._running or self._writing:
+            self._cancel_coming()
+            while (
+                self._queue
+                or self._current is not None
+                or self._writes.in_flight
+                or self._cancelled
+                or self._host.spilling
+            ):
+                self._hurry_all()
                 self._shared.wait()
-        try:
-            for unit in self._shared.units.values():
-                if unit.state_dirty:
-                    self._flush(unit)
-        except BaseException as error:
-            self._shared.fail(error)  # a write that was not submitted is never counted down
-            raise
+        self._writes.write_back(unit for unit in self._shared.units.values() if unit.state_dirty)
         with self._shared.changed:
-            while self._writing:
+            while self._writes.in_flight or self.commits.pending or not self._host.reclaim_slots():
                 self._shared.wait()
             self._shared.check()
 
     def close(self) -> None:
-        """Stop the updater (the engine has set `closing`)."""
+        """Stop the threads (the engine has set `closing`)."""
         self._thread.join()
+        self.commits.close()
 
     # ---- the updater
 
@@ -123,13 +261,16 @@ class UpdateStream:
                         return
                     reads = self._prepare_ahead()
                     job = self._take_ready() if not reads else None
-                    if not reads and job is None:
+                    cut = job is None and not reads and self._may_cut()
+                    if not reads and job is None and not cut:
                         self._shared.changed.wait()
                         continue
                 for reader, part, buffer in reads:
                     self._read(reader, part, buffer)
                 if job is not None:
                     self._run(job)
+                elif cut:
+                    self._cut()
         except BaseException as error:
             self._shared.fail(error)
 
@@ -139,102 +280,92 @@ class UpdateStream:
                 return index
         return len(self._queue)
 
-    def _prepare_ahead(self) -> _Reads:
+    def _prepare_ahead(self) -> Reads:
         """Take memory for jobs in order until one gets none; returns the reads to submit."""
-        reads: _Reads = []
+        reads: Reads = []
         for job in self._queue:
-            if not job.prepared:
-                wanted = self._prepare(job)
+            if not job.prepared and self._may_run(job):
+                wanted = self._memory.prepare(job)
+                if wanted is None:
+                    return reads
+                reads += wanted
+        while self._unread:
+            job = self._unread[0]
+            if job.unit.coming is job:  # else it was queued meanwhile
+                wanted = self._memory.read_ahead(job)
                 if wanted is None:
                     break
                 reads += wanted
+            self._unread.popleft()
         return reads
-
-    def _prepare(self, job: UpdateJob) -> _Reads | None:
-        """Take all memory the job needs, or change nothing and return None (lock held)."""
-        unit = job.unit
-        busy = unit.host_reading or unit.host_holds or unit.pins
-        if busy or unit.device_state is DeviceState.LOADING:
-            return None
-        spilled = job.gradient_step is not None and unit.spills
-        needs = {
-            "weight": 0 if unit.host_ready else unit.weight_bytes,
-            "state": 0 if unit.host_state is not None else unit.state_bytes,
-            "grad": unit.grad_bytes if spilled else 0,
-        }
-        needs = {part: nbytes for part, nbytes in needs.items() if nbytes}
-        unit.host_holds += 1  # taking memory must not evict the weights that are there already
-        buffers = self._take(job, needs)
-        if buffers is None:
-            unit.host_holds -= 1
-            return None
-        if "weight" in buffers and job.slot is None:
-            self._host.cache_weight(unit.name, buffers["weight"])
-        job.weight = buffers.get("weight", unit.host_weight)
-        job.state = buffers.get("state", unit.host_state)
-        job.grad = buffers.get("grad", unit.host_grad)
-        job.prepared = True
-        job.reads_left = len(buffers)
-        return [(job, part, buffer) for part, buffer in buffers.items()]
-
-    def _take(self, job: UpdateJob, needs: dict[str, int]) -> dict[str, Buffer] | None:
-        deadline = min(self._pipeline.next_use(job.unit.name), NEVER - 1)
-        taken: dict[str, Buffer] = {}
-        for part, nbytes in needs.items():
-            buffer = self._host.try_stream(nbytes, deadline)
-            if buffer is None:
-                break
-            taken[part] = buffer
-        if len(taken) == len(needs):
-            job.owned = [taken[part] for part in ("state", "grad") if part in taken]
-            return taken
-        for buffer in taken.values():
-            self._host.arena.free(buffer)
-        if not self._host.update_slots:
-            return None
-        job.slot = self._host.update_slots.pop()
-        offset, parts = 0, {}
-        for part, nbytes in needs.items():
-            parts[part] = job.slot.slice(offset, nbytes)
-            offset += nbytes
-        return parts
 
     def _read(self, job: UpdateJob, part: str, buffer: Buffer) -> None:
         assert self._store is not None
         unit = job.unit
-        cause = "replay" if job.gradient_step is None else "update"
-        if part == "grad":
-            cause = "spill"
-        nbytes = unit.layout.nbytes(part)
-        handle = self._store.read(unit.block(part), buffer.array, cause, nbytes=nbytes)
+        cause = "spill" if part == "grad" else "update"
+        if job.prepared and job.gradient_step is None:
+            cause = "replay"
 
         def arrived() -> None:
-            job.reads_left -= 1
+            owner = job if job.heir is None else job.heir
+            owner.reads_left -= 1
+            if owner.cancelled and owner.reads_left == 0:
+                self._cancelled -= 1
+                self._memory.cancel(owner)
 
+        handle = self._store.read(
+            unit.block(part),
+            buffer.array,
+            cause,
+            nbytes=unit.layout.nbytes(part),
+            deadline=self._deadline(job),
+        )
+        owner = job if job.heir is None else job.heir
+        owner.handles.append(handle)
         handle.add_done_callback(self._shared.when_done(arrived))
+
+    def _deadline(self, job: UpdateJob) -> int:
+        if job.hurried:
+            return -1
+        name = job.unit.name
+        if job.speculative:
+            return self._pipeline.last_use(name)
+        if job.prepared:
+            return min(self._pipeline.next_use(name), WRITE_DEADLINE - 1)
+        return WRITE_DEADLINE - len(self._place) + self._place[name]
 
     def _take_ready(self) -> UpdateJob | None:
         for index, job in enumerate(self._queue):
-            if job.prepared and job.reads_left == 0:
-                self._running += 1
-                return self._queue.pop(index)
+            if job.prepared and job.reads_left == 0 and self._may_run(job):
+                self._current = self._queue.pop(index)
+                return self._current
         return None
+
+    def _may_run(self, job: UpdateJob) -> bool:
+        """The commit of a step is cut before anything of the next one changes."""
+        return not (self.commits.pending and job.speculative)
 
     def _run(self, job: UpdateJob) -> None:
         unit = job.unit
         self._delay("update")
-        job.run(self._ledger, self._weight_decay, self._pool)
+        if job.speculative:
+            self.speculation.keep(unit)
+        with self._trace.span("update", unit.name, step=job.target_step):
+            job.run(self._ledger, self._weight_decay, self._pool)
         with self._shared.changed:
+            unit.version = job.target_step
             hold = self._holds_back(job)
-            writes = [] if hold else self._writes(unit, job)
-            self._writing += len(writes)
-            job.ends_left = len(writes) + 1
-        self._submit_writes(job, writes)
-        if job.gradient_step is not None and unit.spills:
-            assert self._store is not None
-            self._store.delete(unit.block("grad"))
+            writes = self._writes.begin(job, nothing=hold)
+        self._writes.submit(job, writes)
+        if job.gradient_step is not None and not job.speculative:
+            self._delete_gradient(unit)
         with self._shared.changed:
             self._publish(job, hold)
+
+    def _delete_gradient(self, unit: UnitState) -> None:
+        if unit.spills:
+            assert self._store is not None
+            self._store.delete(unit.block("grad"))
 
     def _holds_back(self, job: UpdateJob) -> bool:
         """Whether caught-up cold state stays in the stream for this step's own update."""
@@ -245,38 +376,15 @@ class UpdateStream:
             return True
         return self._host.hold(unit)
 
-    def _writes(self, unit: UnitState, job: UpdateJob) -> list[tuple[str, Buffer]]:
-        writes = []
-        if unit.weight_on_nvme:
-            assert job.weight is not None
-            writes.append(("weight", job.weight))
-        if unit.state_on_nvme:
-            assert job.state is not None
-            writes.append(("state", job.state))
-        return writes
-
-    def _submit_writes(self, job: UpdateJob, writes: list[tuple[str, Buffer]]) -> None:
-        unit = job.unit
-        cause = "replay" if job.gradient_step is None else "update"
-
-        def written() -> None:
-            self._writing -= 1
-            self._end(job)
-
-        for part, buffer in writes:
-            assert self._store is not None
-            self._delay("nvme_write")
-            nbytes = unit.layout.nbytes(part)
-            handle = self._store.write(unit.block(part), buffer.array, cause, nbytes=nbytes)
-            handle.add_done_callback(self._shared.when_done(written))
-
     def _publish(self, job: UpdateJob, hold: bool) -> None:
         """Make the unit's new version the one everybody sees (lock held)."""
         unit = job.unit
+        if hold and not unit.state_dirty:
+            unit.stored_step = unit.synced_step
         unit.synced_step = job.target_step
         unit.job = None
         self._pipeline.drop_device(unit)
-        if unit.weight_on_nvme and job.slot is None:
+        if unit.weight_on_nvme:
             unit.host_ready = True
         if hold:
             unit.host_state = job.state
@@ -284,35 +392,16 @@ class UpdateStream:
             job.owned = []
             unit.host_holds -= 1
         else:
-            self._end(job)
-        self._running -= 1
+            self._writes.end(job)
+        self._current = None
         self._shared.changed.notify_all()
 
-    def _end(self, job: UpdateJob) -> None:
-        """A write of the job or its publishing is done; the last gives all back (lock held)."""
-        job.ends_left -= 1
-        if job.ends_left:
-            return
-        unit = job.unit
-        unit.host_holds -= 1
-        for buffer in job.owned:
-            self._host.arena.free(buffer)
-        if unit.state_dirty and job.state is unit.host_state:
-            assert unit.host_state is not None
-            self._host.arena.free(unit.host_state)
-            self._host.unhold(unit)
-            unit.host_state = None
-            unit.state_dirty = False
-        if job.slot is not None:
-            self._host.update_slots.append(job.slot)
+    # ---- commits
 
-    def _flush(self, unit: UnitState) -> None:
-        """Write held state: a job without work of its own."""
-        job = UpdateJob(unit, unit.synced_step, None, 1.0, prepared=True)
-        job.weight, job.state = unit.host_weight, unit.host_state
-        with self._shared.changed:
-            unit.host_holds += 1
-            writes = self._writes(unit, job)
-            self._writing += len(writes)
-            job.ends_left = len(writes)
-        self._submit_writes(job, writes)
+    def _may_cut(self) -> bool:
+        return self.commits.may_cut() and not any(not job.speculative for job in self._queue)
+
+    def _cut(self) -> None:
+        """All jobs of the committed step are applied: write what is missing, then cut."""
+        self._writes.write_back(self.commits.unwritten())
+        self.commits.cut()

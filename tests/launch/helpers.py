@@ -36,10 +36,12 @@ def memory_plan(fits: bool = True) -> MemoryPlan:
         remedies=() if fits else ("set offload.host.capacity to at least 8MiB",),
         homes={},
         spilled=frozenset(),
+        undone=frozenset(),
         update_slot_bytes=0,
         lease_slot_bytes=0,
         grad_slot_bytes=0,
         stream_bytes=0,
+        read_ahead_bytes=0,
         workspace_bytes=0,
     )
 

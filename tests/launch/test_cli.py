@@ -48,6 +48,7 @@ def build(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
         observer: Observer,
         stop: threading.Event,
         trace: Tracer,
+        resume=False,
     ) -> None:
         module.received = (config, run_dir, steps)  # type: ignore[attr-defined]
         with trace.span("compute", "everything"):
@@ -58,7 +59,7 @@ def build(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
         observer.on_end(run_report())
 
     module.run_training = run_training  # type: ignore[attr-defined]
-    module.make_plan = lambda config: memory_plan()  # type: ignore[attr-defined]
+    module.make_plan = lambda config, resumed=False: memory_plan()  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "launch.build", module)
     monkeypatch.setattr("launch.build", module, raising=False)
     return module
@@ -141,7 +142,7 @@ def test_the_traceback_comes_when_asked_for(
 def test_a_plan_that_does_not_fit_is_refused_before_anything_is_made(
     build: types.ModuleType, call: Call, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    build.make_plan = lambda config: memory_plan(fits=False)  # type: ignore[attr-defined]
+    build.make_plan = lambda config, resumed=False: memory_plan(fits=False)  # type: ignore[attr-defined]
     assert call("train", "tiny-moe") == 2
     assert "set offload.host.capacity to at least 8MiB." in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
@@ -209,7 +210,7 @@ def test_bad_arguments_exit_2(
 def test_plan_prints_everything_and_then_says_whether_it_fits(
     build: types.ModuleType, call: Call, capsys: pytest.CaptureFixture[str], fits: bool
 ) -> None:
-    build.make_plan = lambda config: memory_plan(fits)  # type: ignore[attr-defined]
+    build.make_plan = lambda config, resumed=False: memory_plan(fits)  # type: ignore[attr-defined]
     status = 0 if fits else 2
     assert call("plan", "tiny-moe") == status
     assert "capacity" in capsys.readouterr().out
@@ -284,14 +285,14 @@ INTERRUPTED = """
 import sys, types
 from ops.errors import Stopped
 build = types.ModuleType("launch.build")
-def run_training(config, run_dir, steps, observer, stop, trace):
+def run_training(config, run_dir, steps, observer, stop, trace, resume):
     print("ready", flush=True)
     if not stop.wait(60):
         raise RuntimeError("the flag never came")
     raise Stopped("stopped after step 1, as asked")
 build.run_training = run_training
 from tests.launch.helpers import memory_plan
-build.make_plan = lambda config: memory_plan()
+build.make_plan = lambda config, resumed=False: memory_plan()
 sys.modules["launch.build"] = build
 from launch import cli, environment
 environment.prepare = lambda runtime: None

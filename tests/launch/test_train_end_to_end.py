@@ -84,7 +84,7 @@ def test_a_run_ends_well_and_says_where_its_report_is(finished):
     folder, result = finished
     assert result.returncode == 0, result.stderr
     assert "report.json" in result.stdout
-    assert not (folder / "nvme/rank-00000").exists(), "cold data is of no use after the run"
+    assert list((folder / "nvme/rank-00000").glob("manifest.*")), "it can be resumed from its end"
 
 
 def test_every_step_has_a_record(finished):
@@ -228,7 +228,7 @@ def test_a_storage_fault_is_exit_3_and_names_the_file(tmp_path, kind, verb, at_o
         ),
         (["train.stepz=3"], "did you mean"),
         (["parallel.data_parallel=2"], "one rank"),
-        (["offload.durability=step"], "offload.durability"),
+        (["offload.durability=always"], "offload.durability"),
     ],
 )
 def test_bad_input_is_one_sentence_and_exit_2(tmp_path, overrides, wanted):

@@ -54,9 +54,11 @@ def in_memory(tmp_path_factory):
 @pytest.mark.parametrize("pipeline", ["overlap", "sync"])
 @pytest.mark.parametrize("speed", [CRAWLING, FLYING], ids=["slow drive", "fast drive"])
 def test_encoded_state_gives_the_same_bits(tmp_path, monkeypatch, in_memory, speed, pipeline):
-    store = partial(TypedStore, codec="lz4", drive_speed=lambda: speed)
+    store = partial(TypedStore, drive_speed=lambda: speed)
     monkeypatch.setattr(testing, "NvmeStore", store)
-    small = smallest_budgets(TOY, budgets(tmp_path, pipeline=pipeline, gradient_spill="always"))
+    small = smallest_budgets(
+        TOY, budgets(tmp_path, pipeline=pipeline, gradient_spill="always", codec="lz4")
+    )
     result, stats = train(small)
     assert result == in_memory
     for lane in (stats.read, stats.written):

@@ -101,7 +101,7 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("share", [0.0, 0.13, 0.5, 0.77, 0.99])
+@pytest.mark.parametrize("share", [0.0, 0.13, 0.5, 0.77, 0.9])
 @pytest.mark.parametrize("name", FAULTS)
 @pytest.mark.parametrize("pipeline", ["overlap", "sync"])
 def test_a_fault_at_any_operation_is_reported_and_never_trained_on(
@@ -155,6 +155,8 @@ def test_a_failed_last_write_is_not_lost_when_nobody_waits_for_it(tmp_path, num_
     """Regression: drain found nothing in flight any more and returned as if all were well."""
     files = FaultyStorage()
     config = config_of(tmp_path, io_workers=1)
+    # Room for updated weights, which otherwise wait in the update slots for a lease.
+    config = replace(config, host=TierConfig(config.host.capacity + 200_000))
     with toy_run(TOY, config, OPTIMIZER, open_file=files, access=BUFFERED) as run:
         run.step(1, 1e-2)
         run.engine.drain()
@@ -236,7 +238,7 @@ def test_a_callback_that_fails_reaches_compute(tmp_path):
             raise ValueError("freed twice")
 
         run.engine.drain()
-        run.engine._updates._end = broken  # type: ignore[method-assign]
+        run.engine._updates._writes.end = broken  # type: ignore[method-assign]
         with pytest.raises(ValueError, match="freed twice"):
             for number in range(1, 4):
                 run.step(number, 1e-2)

@@ -154,7 +154,7 @@ def test_a_read_that_arrives_after_its_guess_was_refused_resurrects_nothing(tmp_
         wait_until(run, lambda: is_at_rest(run))
         with run.engine._shared.changed:
             run.engine._pipeline.drop_device(unit_of(run, "l0.e0"))
-            run.engine._memory.try_stream(1 << 40, -1)  # evicts all it may
+            run.engine._memory.drop_caches()
         assert unit_of(run, "l0.e0").host_weight is None
         gate = Gate("read", at_op=files.file.num_calls["read"])
         files.faults.append(gate.fault)
@@ -167,7 +167,7 @@ def test_a_read_that_arrives_after_its_guess_was_refused_resurrects_nothing(tmp_
         gate.open()
         wait_until(run, lambda: unit_of(run, "l0.e0").host_ready)
         with run.engine._shared.changed:
-            run.engine._memory.try_stream(1 << 40, -1)
+            run.engine._memory.drop_caches()
         assert unit_of(run, "l0.e0").host_weight is None and not unit_of(run, "l0.e0").host_ready
         run.check_buffers()
         losses = [run.step(number, RATE) for number in (2, 3)]

@@ -138,7 +138,7 @@ def test_taking_memory_for_a_job_never_evicts_the_weights_it_is_about_to_update(
         with engine._shared.changed:
             taken = fill_stream(run)
             job = UpdateJob(unit, 0, None, 1.0)
-            reads = engine._updates._prepare(job)
+            reads = engine._updates._memory.prepare(job)
             assert reads is not None and [part for _, part, _ in reads] == ["state"]
             assert job.weight is unit.host_weight is not None
             assert job.slot is not None
@@ -154,7 +154,7 @@ def test_a_job_that_gets_no_memory_holds_nothing(tmp_path):
         with engine._shared.changed:
             taken = fill_stream(run)
             slots, engine._memory.update_slots = engine._memory.update_slots, []
-            assert engine._updates._prepare(UpdateJob(unit, 0, None, 1.0)) is None
+            assert engine._updates._memory.prepare(UpdateJob(unit, 0, None, 1.0)) is None
             assert unit.host_holds == 0
             engine._memory.update_slots = slots
             for piece in taken:
@@ -179,9 +179,9 @@ def test_what_a_job_holds_stays_until_it_is_published_even_if_its_writes_are_fas
 
         def publish_late(job: UpdateJob, hold: bool) -> None:
             with engine._shared.changed:
-                while engine._updates._writing:
+                while engine._updates._writes.in_flight:
                     engine._shared.changed.wait()
-            engine._memory.try_stream(1 << 40, -1)
+                engine._memory.drop_caches()
             assert unit.host_weight is not None
             publish(job, hold)
 
@@ -245,7 +245,7 @@ def test_a_flush_that_cannot_write_fails_every_later_wait_instead_of_hanging(tmp
         run.step(1, rate(1))
         run.step(2, rate(2))
         run.evaluate()
-        run.engine._updates.wait_applied()
+        run.engine._updates.wait_border()
         assert any(u.state_dirty for u in run.engine._shared.units.values())
 
         def refuse(*args: object, **kwargs: object) -> None:

@@ -1,0 +1,99 @@
+"""Where a run starts: at the beginning, or at the newest commit of its store.
+
+What a commit says of the run that made it (`save_plan`) is compared with the configuration of the
+run that goes on: what the state depends on must agree; other differences are told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from launch.config import RunConfig
+from moe.data.stream import Cursor
+from moe.save_plan import SavePlan
+from offload.nvme.store import NvmeStore
+from ops.errors import ConfigError, StorageError
+
+# Other values would be another model, or masters and moments that mean something else.
+_STATE_KEYS = frozenset(
+    {
+        "train.weight_dtype",
+        "train.compute_dtype",
+        "train.freeze",
+        "optimizer.beta1",
+        "optimizer.beta2",
+        "optimizer.eps",
+        "optimizer.weight_decay",
+        "optimizer.decay_norms",
+    }
+)
+_SECTIONS = ("model", "train", "optimizer", "data")
+
+
+@dataclass(frozen=True)
+class StartingPoint:
+    """Steps done before, the place in the data, and what to tell the user."""
+
+    step: int
+    cursor: Cursor
+    resumed: bool
+    message: str
+
+
+def save_plan(config: RunConfig) -> SavePlan:
+    """When this run commits, and what its commits say of it."""
+    every = {"step": 1, "checkpoint": config.train.save_steps, "none": 0}
+    whole = config.to_dict()
+    facts = {"name": config.name, "config": {key: whole[key] for key in _SECTIONS}}
+    return SavePlan(every[config.offload.durability], facts)
+
+
+def starting_point(config: RunConfig, store: NvmeStore, resume: bool) -> StartingPoint:
+    """Where the run begins; raises ConfigError for a commit of another model."""
+    record = store.recovered
+    if record is None:
+        reason = f": no commit in {store.directory}" if resume else ""
+        cursor = Cursor(seed=config.data.seed)
+        return StartingPoint(0, cursor, False, f"starting at step 0{reason}")
+    run = record.meta.get("run")
+    if not isinstance(run, Mapping) or not isinstance(run.get("step"), int):
+        raise StorageError("the commit was not made by a training run", path=store.directory)
+    changed = _differences(run.get("config", {}), config)
+    refused = sorted(key for key in changed if key.startswith("model.") or key in _STATE_KEYS)
+    if refused:
+        key = refused[0]
+        was, now = changed[key]
+        raise ConfigError(
+            f"--resume: {key} = {now}, but the commit of step {run['step']} in {store.directory} "
+            f"was made with {was}; allowed is {was} (differing: {', '.join(refused)})."
+        )
+    message = f"resuming after step {run['step']} (commit {record.generation})"
+    for skipped in record.skipped:
+        message += f"; {skipped}"
+    if changed:
+        message += "; changed since: " + ", ".join(
+            f"{key} = {now} (was {was})" for key, (was, now) in sorted(changed.items())
+        )
+    cursor = Cursor.from_json(run.get("cursor", {}))
+    return StartingPoint(run["step"], cursor, True, message)
+
+
+def _differences(saved: Any, config: RunConfig) -> dict[str, tuple[Any, Any]]:
+    """Dotted keys whose value differs: (value of the commit, value now)."""
+    whole = config.to_dict()
+    now = _flat({key: whole[key] for key in _SECTIONS})
+    before = _flat(saved if isinstance(saved, Mapping) else {})
+    keys = now.keys() | before.keys()
+    return {key: (before.get(key), now.get(key)) for key in keys if before.get(key) != now.get(key)}
+
+
+def _flat(mapping: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in mapping.items():
+        if isinstance(value, Mapping):
+            found |= _flat(value, f"{prefix}{key}.")
+        else:  # JSON knows no tuples
+            found[prefix + key] = list(value) if isinstance(value, tuple) else value
+    return found
