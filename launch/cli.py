@@ -1,4 +1,4 @@
-"""The command line: `headrace train | plan | config | data`, also `python -m launch`.
+"""The command line: `headrace train | plan | config | data | store`, also `python -m launch`.
 
 Commands import what they need when they run, so that `plan` and `config` work without MindSpore
 and `train` can check and set the environment first. A HeadraceError becomes one sentence on
@@ -149,20 +149,34 @@ def show_config(source: ConfigArgument, overrides: SetOption = None) -> None:
     typer.echo(load_config(source, overrides or ()).to_yaml(), nl=False)
 
 
-@app.command(
-    "data",
-    add_help_option=False,
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
-)
+_FORWARDED = {
+    "add_help_option": False,
+    "context_settings": {"allow_extra_args": True, "ignore_unknown_options": True},
+}
+# Not mounted, because that would load NumPy before `train` could set its environment.
+
+
+@app.command("data", **_FORWARDED)  # type: ignore[arg-type]
 def data(context: typer.Context) -> None:
     """Make token files from text: see `headrace data prepare --help`."""
-    # Not mounted, because that would load NumPy before `train` could set its environment.
     from launch.data_command import app as data_app
 
+    _forward(context, "data", data_app)
+
+
+@app.command("store", **_FORWARDED)  # type: ignore[arg-type]
+def store(context: typer.Context) -> None:
+    """Look into a cold store: see `headrace store list --help` and `... verify --help`."""
+    from launch.store_command import app as store_app
+
+    _forward(context, "store", store_app)
+
+
+def _forward(context: typer.Context, name: str, command: typer.Typer) -> None:
     shell = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-    shell.add_typer(data_app, name="data")
+    shell.add_typer(command, name=name)
     assert context.parent is not None
-    shell(["data", *context.args], prog_name=context.parent.command_path)
+    shell([name, *context.args], prog_name=context.parent.command_path)
 
 
 def main() -> None:

@@ -92,6 +92,39 @@ class OwnerLock:
         self._fd = -1
 
 
+class Watch:
+    """A look at a directory without owning it: its live `owner`, or nobody can become one.
+
+    While nobody owns the directory, a shared lock keeps new owners out until `close`, so that what
+    is looked at stays as it is.
+    """
+
+    def __init__(self, directory: str) -> None:
+        """Raises OSError when there is a lock file that cannot be opened. Does not wait."""
+        self.owner: Owner | None = None
+        self.is_owned = False
+        self._fd = -1
+        path = os.path.join(directory, LOCK_FILE_NAME)
+        if not os.path.exists(path):
+            return
+        self._fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+        locked_here = True
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError as error:
+            locked_here = False
+            self.is_owned = error.errno in (errno.EWOULDBLOCK, errno.EACCES)
+        owner = _read_owner(self._fd)
+        if owner is not None and (self.is_owned or not _is_dead(owner, locked_here)):
+            self.owner, self.is_owned = owner, True
+
+    def close(self) -> None:
+        """Let owners in again; a second call does nothing."""
+        if self._fd >= 0:
+            os.close(self._fd)
+        self._fd = -1
+
+
 def _try_flock(fd: int, path: str) -> bool:
     """True when the lock is ours, False where flock does not exist; ConfigError when it is held."""
     try:
