@@ -146,6 +146,7 @@ def run_training(
             report["process"] = {
                 "peak_rss_bytes": peak_resident_bytes(),
                 "baseline_rss_bytes": baseline_bytes,
+                "host_memory_locked": engine.host.is_locked,
             }
             report["bigram_loss"] = bigram
             report["exit_reason"] = _reason(failure)

@@ -1,5 +1,8 @@
 """One aligned piece of memory per tier, taken at start-up; buffers are ranges of it.
 
+The host's arena is locked into memory where the system allows it: what compute waits for must not
+be on a swap device. Where it does not, one line says so and nothing else changes.
+
 Invariants: the sum of live buffers never exceeds the capacity; a buffer is owned by exactly one
 party until freed; nothing outside the arena grows in a step. Thread-safe; nothing here blocks.
 """
@@ -14,6 +17,7 @@ import numpy as np
 
 from offload.nvme.extents import Extent, ExtentAllocator
 from ops.errors import PlanError
+from ops.memory_lock import lock_on_fault
 from ops.units import format_bytes, round_up
 
 ALIGN_BYTES = 4096
@@ -55,6 +59,7 @@ class Arena:
         self._allocator = ExtentAllocator(usable, ALIGN_BYTES)
         self._lock = threading.Lock()
         self._bytes = _huge_page_memory(name, usable)
+        self.is_locked = name == "host" and _lock(name, self._bytes)
 
     def allocate(self, nbytes: int) -> Buffer | None:
         """A buffer of at least `nbytes` bytes (rounded up to pages), or None, changing nothing."""
@@ -124,3 +129,23 @@ def _huge_page_memory(name: str, nbytes: int) -> np.ndarray:
     array = np.frombuffer(memory, np.uint8)
     start = -array.ctypes.data % HUGE_PAGE_BYTES
     return array[start : start + nbytes]
+
+
+def _lock(name: str, array: np.ndarray) -> bool:
+    """Lock the memory of `array` as it is touched; False, and a line that says why, if it stays
+    swappable."""
+    if not array.nbytes:
+        return False
+    reason = lock_on_fault(array.ctypes.data, array.nbytes)
+    size = format_bytes(array.nbytes)
+    if reason is None:
+        _log.info("%s memory: %s locked, as it is touched", name, size)
+        return True
+    _log.warning(
+        "%s memory: %s not locked, so under pressure the system may swap it out, which is slow but "
+        "changes no result: %s",
+        name,
+        size,
+        reason,
+    )
+    return False
