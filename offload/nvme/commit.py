@@ -119,6 +119,15 @@ class Commits:
         self._generation = found.generation_max
         self._slots = set(found.slots)
 
+    def let_go_of_surplus(self) -> None:
+        """Commit what was opened anew if it retains more than `keep_commits`; before any write.
+
+        The newest manifest says that what it retains is whole, so it may not be freed before there
+        is one that does not. Raises as `publish`; may block for its steps.
+        """
+        if len(self._retained) > self.keep_commits:
+            self.publish(self.cut(self._retained[-1].record.meta, awaited=False))
+
     @property
     def may_free_room(self) -> bool:
         """Whether a publish in progress, or certain to come, will free room. Wants the lock."""
@@ -236,7 +245,7 @@ class Commits:
         held = {commit.slot for commit in self._retained}
         num_slots = self.keep_commits + 1
         preferred = (self._generation + 1) % num_slots
-        return next(x for x in (preferred, *range(num_slots)) if x not in held)
+        return next(x for x in (preferred, *range(num_slots + len(held))) if x not in held)
 
     def _make_durable(self, manifest: Manifest, slot: int) -> None:
         """Steps 1 to 5; latches and raises StorageError."""

@@ -156,7 +156,7 @@ class InspectedStore:
         try:
             slots = read_slots(self.directory, self._files)
             store_id = member.store_id if member else None
-            found = choose_commits(slots, store_id, len(slots), self._check, lambda blocks: None)
+            found = choose_commits(slots, store_id, self._check, lambda blocks: None)
         except StorageError as error:
             raise StorageError(str(error), path=self.directory) from error
         if found is not None:

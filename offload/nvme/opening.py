@@ -95,7 +95,6 @@ class Opening:
     required_bytes: int
     base_offset: int
     access: AccessMode | None
-    keep_commits: int
     open_file: OpenFile
     directory_files: DirectoryFiles
     measure: Measure
@@ -255,9 +254,7 @@ class Opening:
         member = members[0]
         slots = read_slots(first, self.directory_files)
         try:
-            found = choose_commits(
-                slots, member.store_id if member else None, self.keep_commits, check, verify
-            )
+            found = choose_commits(slots, member.store_id if member else None, check, verify)
         except StorageError as error:
             raise error if error.path else StorageError(str(error), path=first) from None
         assert found is not None

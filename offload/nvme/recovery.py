@@ -139,7 +139,7 @@ class _Choice:
 
 
 def choose_commits(
-    slots: Sequence[Slot], store_id: str | None, keep_commits: int, check: Check, verify: Verify
+    slots: Sequence[Slot], store_id: str | None, check: Check, verify: Verify
 ) -> FoundCommits | None:
     """The newest commit that can be opened and the older ones it retains; None without slots.
 
@@ -175,7 +175,7 @@ def choose_commits(
                 choice.refused |= dict.fromkeys(gone, "is missing")
             choice.consider(index, manifest)
             retained = manifest.retained if choice.taken else ()
-        elif manifest.generation in retained and len(choice.taken) < keep_commits:
+        elif manifest.generation in retained:
             choice.consider(index, manifest)
         else:
             choice.refused[index] = f"generation {manifest.generation} has been superseded"

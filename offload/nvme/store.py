@@ -101,7 +101,6 @@ class NvmeStore:
             required_bytes=capacity_bytes if required_bytes is None else required_bytes,
             base_offset=base_offset,
             access=access,
-            keep_commits=keep_commits,
             open_file=setup.watched(open_file),
             directory_files=directory_files or OsDirectoryFiles(),
             measure=measure,
@@ -122,6 +121,7 @@ class NvmeStore:
             self._commits = Commits(
                 self._opened, self._queue, self._table, self._order, keep_commits
             )
+            self._commits.let_go_of_surplus()
         except BaseException:
             self._opened.close()
             raise

@@ -14,6 +14,7 @@ import pytest
 
 from offload.nvme.aligned import AccessMode
 from offload.nvme.files import OsDirectoryFiles
+from offload.nvme.inspect import InspectedStore
 from offload.nvme.manifest import HEADER_BYTES
 from offload.nvme.members import Member, encode_member, read_member
 from offload.nvme.store import NvmeStore
@@ -277,6 +278,28 @@ def test_older_commits_stay_retained_and_the_number_kept_may_change(path, rank_d
     ]
     with open_store(path, keep_commits=2, resume=True) as store:
         check(store, 7)
+
+
+def test_fewer_kept_commits_are_let_go_of_only_when_no_manifest_retains_them(path, rank_directory):
+    """Regression: opened with fewer to keep, a store wrote over the older commits at once.
+
+    The manifest on the disk still called them whole, so a process killed before its first commit
+    left a store that did not verify, and older commits that later openings took up.
+    """
+    with open_store(path, keep_commits=3) as store:
+        for step in range(1, 5):
+            commit(store, step)
+    with open_store(path, keep_commits=1, resume=True) as store:
+        check(store, 4)
+        for content in range(90, 94):  # never committed, as if killed
+            store.write(f"x{content}", filled_buffer(2 * UNIT, seed=content), "update").wait()
+    inspected = InspectedStore([str(rank_directory)])
+    assert [commit.meta["step"] for commit in inspected.commits] == [4]
+    assert not inspected.damaged and all(not found for _, _, found in inspected.verify())
+    inspected.close()
+    with open_store(path, keep_commits=3, resume=True) as store:
+        check(store, 4)
+        assert len(store._commits._retained) == 1
 
 
 def test_a_manifest_of_another_store_is_not_taken(tmp_path):
