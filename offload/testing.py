@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -49,6 +49,7 @@ class Toy:
     micro_batches: int = 2
     needed: Callable[[int, int], list[int]] = lambda step, layer: [0, 1, 2, 3]
     overflow_steps: frozenset[int] = frozenset()
+    frozen: frozenset[str] = frozenset()  # names of units
     workspace_bytes: int = 1 << 16
 
     def units(self) -> list[UnitSpec]:
@@ -73,7 +74,12 @@ class Toy:
     def layouts(self) -> list[UnitLayout]:
         """Layouts of the units."""
         return [
-            UnitLayout(unit, self.weight_dtype, self.grad_dtype, self.compute_dtype)
+            UnitLayout(
+                replace(unit, frozen=unit.name in self.frozen),
+                self.weight_dtype,
+                self.grad_dtype,
+                self.compute_dtype,
+            )
             for unit in self.units()
         ]
 
@@ -105,14 +111,19 @@ class Toy:
 
 
 def budgets(
-    directory: Path, *, device: int = HUGE_BYTES, host: int = HUGE_BYTES, **options: object
+    directory: Path | Sequence[Path],
+    *,
+    device: int = HUGE_BYTES,
+    host: int = HUGE_BYTES,
+    **options: object,
 ) -> OffloadConfig:
-    """An offload configuration with these capacities in bytes."""
+    """An offload configuration with these capacities in bytes; one directory for each drive."""
+    paths = [directory] if isinstance(directory, Path) else directory
     settings = {"prefetch_buffer_size": 1 << 17, "io_workers": 4, **options}
     return OffloadConfig(
         device=TierConfig(device),
         host=TierConfig(host),
-        nvme=NvmeConfig(HUGE_BYTES, str(directory)),
+        nvme=NvmeConfig(HUGE_BYTES, tuple(str(path) for path in paths)),
         **settings,  # type: ignore[arg-type]
     )
 
@@ -143,7 +154,7 @@ def smallest_budgets(toy: Toy, config: OffloadConfig) -> OffloadConfig:
 
 
 class ToyRun:
-    """An engine with a toy model on it."""
+    """An engine with a toy model on it; it goes on from the commit the store was opened at."""
 
     def __init__(
         self,
@@ -171,8 +182,12 @@ class ToyRun:
         self.store = store
         self.engine = OffloadEngine(parts, config, optimizer)
         self.outcomes: list[StepOutcome] = []
+        self.resumed: Mapping[str, Any] | None = None  # what was handed to the commit
         try:
-            self.engine.initialize(toy.values)
+            if store is not None and store.recovered is not None:
+                self.resumed = self.engine.restore()
+            else:
+                self.engine.initialize(toy.values)
         except BaseException:
             self.engine.close()
             raise
@@ -223,11 +238,12 @@ class ToyRun:
         return self._lease(unit, loss, number, use)
 
     def _lease(self, unit: str, loss: int, number: int | None = None, use: int = 0) -> int:
-        with self.engine.use(unit, gradient=number is not None, use=use) as held:
+        trained = number is not None and unit not in self.toy.frozen
+        with self.engine.use(unit, gradient=trained, use=use) as held:
             for name, weight in sorted(held.weights.items()):
                 array = np.asarray(weight)
                 loss = zlib.crc32(array.tobytes(), loss)
-                if number is not None:
+                if number is not None and trained:
                     for micro in range(self.toy.micro_batches):
                         grad = self._gradient(name, array, number, micro + 10 * use)
                         held.add(name, grad)
@@ -280,23 +296,32 @@ def toy_run(
     threads: int = 2,
     open_file: OpenFile = open_os_file,
     access: AccessMode | None = None,
+    store_options: Mapping[str, Any] | None = None,
+    delete: bool = True,
     **options: object,
 ) -> Iterator[ToyRun]:
-    """A toy run with the store its plan needs, closed at the end; `open_file` may be faulty."""
+    """A toy run with the store its plan needs, closed at the end; `open_file` may be faulty.
+
+    `store_options` go to the store (`resume`, `directory_files`, ...); without `delete` what it has
+    committed stays, to be resumed. `options` go to `EngineParts`.
+    """
+    optimizer = optimizer or OptimizerConfig()
     with ExitStack() as stack:
         store = None
-        if toy_plan(toy, config).tiers["nvme"].used_bytes:
+        if toy_plan(toy, config, speculative=optimizer.speculative).tiers["nvme"].used_bytes:
             store = NvmeStore(
-                config.nvme.path,
+                config.nvme.paths,
                 config.nvme.capacity,
                 workers=config.io_workers,
+                keep_commits=config.keep_in_store,
                 codec=config.codec,
                 access=access,
                 open_file=open_file,
+                **(store_options or {}),
             )
-            stack.callback(store.close, delete=True)
+            stack.callback(store.close, delete=delete)
         pool = stack.enter_context(KernelPool(threads))
-        run = ToyRun(toy, config, optimizer or OptimizerConfig(), store, pool, **options)
+        run = ToyRun(toy, config, optimizer, store, pool, **options)
         stack.callback(run.engine.close)
         yield run
 

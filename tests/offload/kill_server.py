@@ -1,0 +1,14 @@
+"""Imported by the fork server of the kill tests, before it forks: what makes a life start quickly.
+
+Importing it has that one effect; no thread is left behind.
+"""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+from tests.offload.kill_child import warm_up
+
+warm_up(Path("unused"))  # nothing is cold, so there is no store
+assert threading.active_count() == 1
