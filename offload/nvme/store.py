@@ -45,6 +45,7 @@ from offload.nvme.transfers import Direction, Transfer, TransferQueue
 from offload.nvme.workers import Workers
 from offload.runs import Run, checked_runs
 from ops.errors import StorageError
+from ops.trace import NO_TRACE, Tracer
 
 
 class NvmeStore:
@@ -74,6 +75,7 @@ class NvmeStore:
         measure: Measure = measure_bandwidth,
         codec: str = "none",
         drive_speed: Callable[[], DriveSpeed] | None = None,
+        trace: Tracer = NO_TRACE,
     ) -> None:
         """Become the owner of this rank's directory under `paths` and open a store in it.
 
@@ -84,8 +86,9 @@ class NvmeStore:
         data file unused, `open_file` and `directory_files` replace the operating system. Several
         paths share the blocks in proportion to what `measure` says of them. With `codec` `lz4`
         frames are encoded where it pays (`offload/nvme/codec.py`), at the drive's speed as measured
-        or as `drive_speed` tells; what is encoded already is read with any codec. May block for
-        small I/O, measurements, and for reading whole commits when a manifest is damaged.
+        or as `drive_speed` tells; what is encoded already is read with any codec. Requests are
+        drawn into `trace`. May block for small I/O, measurements, and for reading whole commits
+        when a manifest is damaged.
 
         Raises ConfigError: bad sizes, paths that cannot be used or do not belong together, a live
         owner (named), too little free disk, a capacity or alignment the commit does not fit.
@@ -126,7 +129,7 @@ class NvmeStore:
             self._opened.close()
             raise
         self._closed = False
-        self._workers = Workers(workers, self._queue, self._order, io)
+        self._workers = Workers(workers, self._queue, self._order, io, trace)
 
     @property
     def directory(self) -> str:

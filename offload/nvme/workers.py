@@ -14,6 +14,10 @@ from offload.nvme.ordering import TransferOrder
 from offload.nvme.request_io import CorruptBlock, Outcome
 from offload.nvme.stats import LaneStats
 from offload.nvme.transfers import Direction, Request, Transfer, TransferQueue
+from ops.clock import seconds
+from ops.trace import NO_TRACE, Tracer
+
+_TRACKS = {Direction.READ: "nvme read", Direction.WRITE: "nvme write"}
 
 
 def num_threads(num_workers: int) -> int:
@@ -34,7 +38,9 @@ class Workers:
         queue: TransferQueue,
         order: TransferOrder,
         io: FrameIo,
+        trace: Tracer = NO_TRACE,
     ) -> None:
+        self._trace = trace
         self.lanes = {direction: LaneStats() for direction in Direction}
         memories = [io.new_memory() for _ in range(num_threads(num_workers))]
         self.memory_bytes = sum(memory.nbytes for memory in memories)
@@ -91,6 +97,24 @@ class Workers:
     def _work(self, memory: WorkerMemory) -> None:
         while (requests := self._queue.take()) is not None:
             skip = requests[0].skip
+            started_s = seconds()
             outcomes = [Outcome()] if skip else self._io.run(requests, memory)
+            if self._trace is not NO_TRACE and not skip:
+                self._draw(requests, outcomes, started_s)
             self._complete(requests, outcomes)  # an error reaches the caller at its next wait
             del requests, outcomes  # no buffer is kept while waiting for work
+
+    def _draw(self, requests: list[Request], outcomes: list[Outcome], started_s: float) -> None:
+        """One span for requests that moved together, checksums and codec included."""
+        first = requests[0].transfer
+        args = {
+            "bytes": sum(outcome.payload_bytes + outcome.padding_bytes for outcome in outcomes),
+            "cause": ", ".join(sorted({request.transfer.cause for request in requests})),
+        }
+        if len(requests) > 1:
+            args["neighbours"] = len(requests) - 1
+        error = next((outcome.error for outcome in outcomes if outcome.error is not None), None)
+        if error is not None:
+            args["error"] = str(error)
+        track = _TRACKS[first.direction]
+        self._trace.complete(track, first.block, started_s, seconds(), block=first.block, **args)

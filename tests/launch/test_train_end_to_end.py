@@ -111,6 +111,21 @@ def test_the_trace_shows_every_step(finished):
     assert reader.busy_s("start-up") > 0
 
 
+def test_the_trace_shows_every_lane_and_that_transfers_run_beside_compute(finished):
+    folder, _ = finished
+    reader = TraceReader(folder / "trace.json")
+    lanes = {"nvme read", "nvme write", "host to device", "device to host"}
+    assert lanes | {"compute", "stall", "update", "commit"} <= set(reader.tracks())
+    moved = [event for event in reader.events if event["ph"] == "X" and "nvme" in event["cat"]]
+    for lane in ("nvme read", "nvme write"):
+        assert reader.overlap_s(lane, "compute") > 0
+        spans = [event["args"] for event in moved if event["cat"] == lane]
+        steps = sum(row["lanes"][lane.replace(" ", "_") + "_bytes"] for row in steps_of(folder))
+        assert sum(args["bytes"] for args in spans) >= steps > 0
+        assert all(args["block"] and args["bytes"] > 0 for args in spans)
+    assert {"update", "commit"} <= {event["args"]["cause"] for event in moved}
+
+
 def test_the_report_holds_what_is_promised(finished):
     folder, _ = finished
     report = json.loads((folder / "run/report.json").read_text())
