@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -9,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from launch.config import RunConfig
-from launch.resume import save_plan, starting_point
+from launch.resume import StartingPoint, save_plan, starting_point
 from moe.data.bigram import bigram_nats_per_token
 from moe.data.load import RunData, load_data
 from moe.data.stream import BatchStream, Cursor, Sequences, evaluation_batches
@@ -17,11 +19,13 @@ from moe.memory import activation_specs, demands_of, is_batch_major, layouts_of,
 from moe.params import initial_values, slice_rows
 from moe.schedule import gradient_uses
 from offload.engine import OffloadEngine
+from offload.nvme.aligned import AccessMode, choose_access
+from offload.nvme.directory import path_error
 from offload.nvme.store import NvmeStore
 from offload.parts import EngineParts
-from offload.placement import MemoryPlan, plan_memory
+from offload.placement import ALIGN_BYTES, MemoryPlan, plan_memory
 from ops.device import Backend
-from ops.errors import HeadraceError, PlanError
+from ops.errors import ConfigError, HeadraceError, PlanError
 from ops.kernels.pool import KernelPool
 from ops.process import available_bytes, peak_resident_bytes, reset_peak, resident_bytes
 from ops.trace import NO_TRACE, Tracer
@@ -78,8 +82,10 @@ def open_store(
     With `resume` it is opened at its newest whole commit, if it has one; else what an earlier run
     has left there is given up.
     """
+    paths = config.offload.nvme.paths
+    modes = [_access(path) for path in paths]
     return NvmeStore(
-        config.offload.nvme.paths,
+        paths,
         config.offload.nvme.capacity,
         workers=config.offload.io_workers,
         request_bytes=config.offload.io_request_size,
@@ -87,7 +93,28 @@ def open_store(
         keep_commits=config.offload.keep_in_store,
         codec=config.offload.codec,
         resume=resume,
+        access=modes[0] if len(modes) == 1 else None,
+        trace=trace,
     )
+
+
+def _access(path: str) -> AccessMode:
+    """How files at `path` are accessed; ConfigError where blocks take more room than is planned.
+
+    Asked before the store is opened, which may discard what is there.
+    """
+    try:
+        os.makedirs(path, exist_ok=True)
+        access = choose_access(path)
+    except OSError as error:
+        raise path_error(path, error) from error
+    if access.alignment_bytes > ALIGN_BYTES:
+        raise ConfigError(
+            f"offload.nvme.path: the file system of {path} asks for transfers in multiples of "
+            f"{access.alignment_bytes} bytes, and plans are made for at most {ALIGN_BYTES}; choose "
+            "a path on another file system."
+        )
+    return access
 
 
 def run_training(
@@ -141,8 +168,14 @@ def run_training(
                 stop, steps_limit, start.step, save_plan(config),
             )  # fmt: skip
             observer.on_start(_start_info(config, plan, trainer.num_steps, start.step))
+            if start.resumed and start.step >= trainer.num_steps:
+                observer.on_message(
+                    f"nothing is left to train: step {start.step} of {trainer.num_steps} is done; "
+                    "set train.steps (or --steps) above it to go on"
+                )
             failure = _run(config, engine, trainer, trace, start.resumed)
             report = _report(config, plan, engine, backend, trainer.totals)
+            report |= _account_of_commits(start, engine, store, trainer.totals)
             report["process"] = {
                 "peak_rss_bytes": peak_resident_bytes(),
                 "baseline_rss_bytes": baseline_bytes,
@@ -300,13 +333,29 @@ def _report(
         "state_bytes": plan.state_bytes,
         "steps": totals.steps,
         "redone_steps": totals.redone_steps,
-        "commits": {
-            "published": engine.commits.num_published,
-            "seconds": engine.commits.publish_seconds,
-            "last_step": engine.commits.last_step,
-        },
         "tokens_per_s": totals.tokens_per_s,
         "stall_share": totals.stall_share,
         "eval": totals.evals,
         "weights_digest": totals.weights_digest,
+    }
+
+
+def _account_of_commits(
+    start: StartingPoint, engine: OffloadEngine, store: NvmeStore, totals: RunTotals
+) -> dict[str, Any]:
+    """The report's account of what can be resumed, of guesses that failed, and of the codec."""
+    commits, codec = engine.commits, store.stats().codec
+    last = commits.last_step
+    if last is None and start.resumed:
+        last = start.step  # the commit it came from is kept
+    trained = totals.steps - start.step
+    return {
+        "resumed_from": start.step if start.resumed else None,
+        "commits": {
+            "published": commits.num_published,
+            "seconds": commits.publish_seconds,
+            "last_step": last,
+        },
+        "redone_share": totals.redone_steps / trained if trained else 0.0,
+        "codec": None if codec is None else dataclasses.asdict(codec),
     }

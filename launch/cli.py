@@ -8,6 +8,7 @@ stderr and its exit code; with HEADRACE_TRACEBACK=1 the traceback follows.
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 import threading
 import traceback
@@ -87,7 +88,9 @@ def train(
     if resume not in (None, "latest"):
         raise ConfigError(f"--resume {resume}: allowed is latest, the newest commit of the store.")
     environment.prepare(config.runtime)
-    _train(config, run_dir, steps, trace_file, resume is not None)
+    sets = [argument for override in overrides or () for argument in ("--set", override)]
+    again = shlex.join(["headrace", "train", source, *sets])
+    _train(config, run_dir, steps, trace_file, resume is not None, again)
 
 
 def _train(
@@ -96,8 +99,10 @@ def _train(
     steps: int | None,
     trace_file: Path | None,
     resume: bool,
+    again: str,
 ) -> None:
     from launch.build import make_plan, run_training
+    from launch.notices import warnings_shown
     from launch.plan import require_fit
     from launch.progress import ConsoleObserver, Observers, RunConsole
     from launch.report import REPORT_FILE, ReportWriter, prepare_run_dir
@@ -109,14 +114,16 @@ def _train(
     directory = prepare_run_dir(run_dir, config.name, resume)
     trace = NO_TRACE if trace_file is None else Trace(trace_file)
     stop = threading.Event()
+    again += f" --run-dir {shlex.quote(str(directory))} --resume latest"
     observer = Observers(
         [
             ReportWriter(directory, config, resume),
-            ConsoleObserver(RunConsole(), directory / REPORT_FILE),
+            ConsoleObserver(RunConsole(), directory / REPORT_FILE, resume_command=again),
             TraceObserver(trace),
         ]
     )
-    with stop_on_signals(stop), closing(trace), closing(observer):
+    shown = warnings_shown(observer.on_message)
+    with stop_on_signals(stop), closing(trace), closing(observer), shown:
         run_training(config, directory, steps, observer, stop, trace, resume)
 
 
@@ -130,7 +137,7 @@ def plan(
     from rich.console import Console
 
     from launch.build import make_plan
-    from launch.plan import plan_to_dict, render_plan
+    from launch.plan import plan_to_dict, render_plan, require_fit
     from launch.report import to_json
 
     config = load_config(source, overrides or ())
@@ -139,8 +146,7 @@ def plan(
         typer.echo(to_json(plan_to_dict(config.name, memory_plan), indent=2))
     else:
         render_plan(config.name, memory_plan, Console())
-    if not memory_plan.fits:
-        raise typer.Exit(2)
+    require_fit(memory_plan)
 
 
 @app.command("config")

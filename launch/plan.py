@@ -49,7 +49,10 @@ def require_fit(plan: MemoryPlan) -> None:
 
 
 def render_plan(name: str, plan: MemoryPlan, console: Console) -> None:
-    """Print components by tier, the terms of every tier's use and minimum, and the verdict."""
+    """Print components by tier, the terms of every tier's use and minimum, and the verdict.
+
+    Why a plan does not fit, and what would help, is said by `require_fit`.
+    """
     console.print(
         f"{name}: {plan.parameters:,} parameters, {format_bytes(plan.state_bytes)} of state",
         highlight=False,
@@ -58,10 +61,6 @@ def render_plan(name: str, plan: MemoryPlan, console: Console) -> None:
     console.print(_components_table(plan))
     for tier in plan.tiers:
         console.print(_terms_table(plan, tier))
-    for problem in plan.problems:
-        console.print(problem, style="red", markup=False, highlight=False, soft_wrap=True)
-    for remedy in plan.remedies:
-        console.print(remedy, markup=False, highlight=False, soft_wrap=True)
     verdict = "The plan fits." if plan.fits else "The plan does not fit."
     console.print(verdict, style="bold", highlight=False)
 
@@ -84,14 +83,16 @@ def _components_table(plan: MemoryPlan) -> Table:
 
 def _terms_table(plan: MemoryPlan, tier: str) -> Table:
     item = plan.tiers[tier]
-    table = Table(title=f"{tier}: what it holds, and the least it needs", title_justify="left")
+    same = item.terms == item.minimum_terms
+    least = "which is the least it needs" if same else "and the least it needs"
+    table = Table(title=f"{tier}: what it holds, {least}", title_justify="left")
     table.add_column("term")
     table.add_column("bytes", justify="right")
     table.add_column("why", overflow="fold")
     for term in item.terms:
         table.add_row(term.name, format_bytes(term.nbytes), term.why)
     table.add_section()
-    for term in item.minimum_terms:
+    for term in () if same else item.minimum_terms:
         table.add_row(f"minimum: {term.name}", format_bytes(term.nbytes), term.why)
     return table
 

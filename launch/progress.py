@@ -99,7 +99,8 @@ class ConsoleObserver:
     """Observer that shows the run on a console.
 
     On a terminal one display is redrawn in place; elsewhere a plain line is printed at most once
-    per `interval_s`, and always for the first and the last step. `clock` gives seconds.
+    per `interval_s`, and always for the first and the last step. `resume_command` is what continues
+    the run, for the summary. `clock` gives seconds.
     """
 
     def __init__(
@@ -107,11 +108,13 @@ class ConsoleObserver:
         console: Console,
         report_path: Path,
         *,
+        resume_command: str = "",
         interval_s: float = 5.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._console = console
         self._report_path = report_path
+        self._resume_command = resume_command
         self._interval_s = interval_s
         self._clock = clock
         self._printed_at = -math.inf
@@ -168,7 +171,7 @@ class ConsoleObserver:
     def on_end(self, report: Mapping[str, Any]) -> None:
         """End the display and print the summary."""
         self.close()
-        self._console.print(summary_table(report, self._report_path))
+        self._console.print(summary_table(report, self._report_path, self._resume_command))
 
     def close(self) -> None:
         """End the display; the terminal is as before."""
@@ -222,8 +225,8 @@ class ConsoleObserver:
         return table
 
 
-def summary_table(report: Mapping[str, Any], report_path: Path) -> Table:
-    """The end of a run in a few rows: quality, speed, memory, where the report is."""
+def summary_table(report: Mapping[str, Any], report_path: Path, resume_command: str = "") -> Table:
+    """The end of a run in a few rows: quality, speed, memory, how to go on, where the report is."""
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
@@ -240,6 +243,12 @@ def summary_table(report: Mapping[str, Any], report_path: Path) -> Table:
     for tier, numbers in report["tiers"].items():
         peak, capacity = numbers["peak_bytes"], numbers["capacity_bytes"]
         table.add_row(f"{tier} peak", f"{format_bytes(peak)} of {format_bytes(capacity)}")
+    last_step = report["commits"]["last_step"]
+    if last_step is None:
+        table.add_row("last commit", "none: this run cannot be resumed")
+    else:
+        table.add_row("last commit", f"step {last_step}")
+        table.add_row("to go on", resume_command)
     table.add_row("report", str(report_path))
     return table
 

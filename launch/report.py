@@ -1,15 +1,22 @@
-"""The files of a run: `steps.jsonl` while it runs and `report.json` at its end.
+"""The files of a run: `steps.jsonl` and `evals.jsonl` while it runs, `report.json` at its end.
 
-Both are strict JSON: a number that is not finite is written as the text "nan", "inf" or "-inf".
-A line of `steps.jsonl` is complete once written; `report.json` appears whole or not at all:
-(1) write a temporary file beside it, (2) fsync it, (3) rename, (4) fsync the directory.
+All are strict JSON: a number that is not finite is written as the text "nan", "inf" or "-inf".
+A line is complete once written; `report.json` appears whole or not at all: (1) write a temporary
+file beside it, (2) fsync it, (3) rename, (4) fsync the directory.
+
+A run that goes on after step N keeps the lines up to step N and appends to them. Lines beyond it
+are those of steps that will be made again, or the torn last one of a killed run. Where nothing is
+kept though there are steps, the file is set aside instead: the commit may only have been looked for
+in the wrong place. `report.json` stays that of the part before until this one ends.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import datetime
+import itertools
 import json
+import logging
 import math
 import os
 import tempfile
@@ -22,6 +29,7 @@ from launch.environment import versions
 from ops.errors import ConfigError, StorageError
 
 STEPS_FILE = "steps.jsonl"
+EVALS_FILE = "evals.jsonl"
 REPORT_FILE = "report.json"
 STEP_KEYS = (
     "step",
@@ -47,6 +55,11 @@ REPORT_KEYS = (
     "parameters",
     "state_bytes",
     "steps",
+    "resumed_from",
+    "commits",
+    "redone_steps",
+    "redone_share",
+    "codec",
     "tokens_per_s",
     "stall_share",
     "eval",
@@ -54,6 +67,9 @@ REPORT_KEYS = (
     "bigram_loss",
     "exit_reason",
 )
+
+
+_log = logging.getLogger(__name__)
 
 
 def prepare_run_dir(run_dir: Path | None, name: str, resume: bool = False) -> Path:
@@ -95,34 +111,27 @@ class ReportWriter:
         self._config = config
         self._resume = resume
         self._steps: TextIO | None = None
+        self._evals: dict[int, dict[str, Any]] = {}
 
     def on_start(self, info: Mapping[str, Any]) -> None:
         """Create `steps.jsonl`; raises ConfigError when another run took the directory.
 
-        A run that goes on after `first_step` keeps the records up to that step and appends to them.
+        A run that goes on after `first_step` continues it.
         """
-        if self._resume:
-            self._continue(int(info.get("first_step", 0)))
-            return
+        path = self._dir / STEPS_FILE
         try:
-            self._steps = (self._dir / STEPS_FILE).open("x", encoding="utf-8")
+            if self._resume:
+                first_step = int(info.get("first_step", 0))
+                evals = self._dir / EVALS_FILE
+                keep_lines(path, first_step)
+                keep_lines(evals, first_step)
+                lines = evals.read_text(encoding="utf-8").splitlines() if evals.exists() else []
+                self._evals = {record["step"]: record for record in map(json.loads, lines)}
+            self._steps = path.open("a" if self._resume else "x", encoding="utf-8")
         except FileExistsError:
             raise ConfigError(f"--run-dir {self._dir} was taken by another run.") from None
         except OSError as error:
-            raise _failure(error, self._dir / STEPS_FILE) from error
-
-    def _continue(self, first_step: int) -> None:
-        """Drop records of steps that will be made again, then open the file at its end."""
-        path = self._dir / STEPS_FILE
-        try:
-            lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-            kept = [line for line in lines if _step_of(line) <= first_step]
-            write_atomically(path, "".join(line + "\n" for line in kept))
-            self._steps = path.open("a", encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(
-                f"--run-dir {self._dir}: {STEPS_FILE} cannot be continued: {error}."
-            ) from error
+            raise _failure(error, path) from error
 
     def on_step(self, record: Mapping[str, Any]) -> None:
         """Append one line and flush it; raises StorageError when the disk refuses."""
@@ -137,7 +146,16 @@ class ReportWriter:
             raise _failure(error, self._dir / STEPS_FILE) from error
 
     def on_eval(self, record: Mapping[str, Any]) -> None:
-        """Nothing: evaluations are part of the report."""
+        """Append one line to `evals.jsonl`, unless the part before has evaluated this step too."""
+        if record["step"] in self._evals:
+            return
+        self._evals[record["step"]] = dict(record)
+        path = self._dir / EVALS_FILE
+        try:
+            with path.open("a", encoding="utf-8") as file:
+                file.write(to_json(record) + "\n")
+        except OSError as error:
+            raise _failure(error, path) from error
 
     def on_message(self, text: str) -> None:
         """Nothing: messages are for the terminal."""
@@ -145,6 +163,8 @@ class ReportWriter:
     def on_end(self, report: Mapping[str, Any]) -> None:
         """Write `report.json`; raises StorageError when the disk refuses."""
         full = self._defaults() | dict(report)
+        evals = self._evals | {record["step"]: record for record in report.get("eval", ())}
+        full["eval"] = [evals[step] for step in sorted(evals)]
         missing = [key for key in REPORT_KEYS if key not in full]
         assert not missing, f"report without {missing}"
         ordered = {key: full[key] for key in REPORT_KEYS} | full
@@ -173,10 +193,35 @@ class ReportWriter:
         }
 
 
-def _step_of(line: str) -> float:
-    """The step of a line of `steps.jsonl`; infinite for the torn last line of a killed run."""
+def keep_lines(path: Path, last_step: int) -> None:
+    """Cut the file at the first line that is torn or of a later step.
+
+    Where nothing is kept of a file that had lines, because the run starts at step 0 after all, it
+    is renamed to the first free `NAME.before-N`. Raises OSError.
+    """
+    if not path.exists():
+        return
+    kept_bytes = 0
+    with path.open("rb") as file:
+        for line in file:
+            if _step_of(line) > last_step:
+                break
+            kept_bytes += len(line)
+    if kept_bytes == path.stat().st_size:
+        return
+    if last_step:
+        os.truncate(path, kept_bytes)
+        return
+    names = (path.with_name(f"{path.name}.before-{number}") for number in itertools.count(1))
+    aside = next(name for name in names if not name.exists())
+    path.rename(aside)
+    _log.warning("%s is of a run that is not continued: renamed to %s", path, aside.name)
+
+
+def _step_of(line: bytes) -> float:
+    """The step of a line; infinite for the torn last line of a killed run."""
     try:
-        return int(json.loads(line)["step"])
+        return int(json.loads(line)["step"]) if line.endswith(b"\n") else math.inf
     except (ValueError, KeyError, TypeError):
         return math.inf
 

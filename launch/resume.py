@@ -1,7 +1,9 @@
 """Where a run starts: at the beginning, or at the newest commit of its store.
 
 What a commit says of the run that made it (`save_plan`) is compared with the configuration of the
-run that goes on: what the state depends on must agree; other differences are told.
+run that goes on. What the state depends on must agree, and so must what could no longer have an
+effect (the seeds); other differences are told. Budgets, paths and pipeline are not compared: they
+change nothing that is computed.
 """
 
 from __future__ import annotations
@@ -16,20 +18,24 @@ from moe.save_plan import SavePlan
 from offload.nvme.store import NvmeStore
 from ops.errors import ConfigError, StorageError
 
-# Other values would be another model, or masters and moments that mean something else.
+# Other values would be another model, masters and moments that mean something else, or would have
+# no effect: the initial weights are made, and the cursor brings its own seed.
 _STATE_KEYS = frozenset(
     {
         "train.weight_dtype",
         "train.compute_dtype",
         "train.freeze",
+        "train.seed",
         "optimizer.beta1",
         "optimizer.beta2",
         "optimizer.eps",
         "optimizer.weight_decay",
         "optimizer.decay_norms",
+        "data.seed",
     }
 )
 _SECTIONS = ("model", "train", "optimizer", "data")
+_IDLE_POLICY = "offload.idle_expert_policy"
 
 
 @dataclass(frozen=True)
@@ -45,9 +51,21 @@ class StartingPoint:
 def save_plan(config: RunConfig) -> SavePlan:
     """When this run commits, and what its commits say of it."""
     every = {"step": 1, "checkpoint": config.train.save_steps, "none": 0}
-    whole = config.to_dict()
-    facts = {"name": config.name, "config": {key: whole[key] for key in _SECTIONS}}
+    facts = {"name": config.name, "config": _recorded(config)}
     return SavePlan(every[config.offload.durability], facts)
+
+
+def _recorded(config: RunConfig) -> dict[str, Any]:
+    """What a commit keeps of the configuration: whatever the numbers of a run depend on."""
+    whole = config.to_dict()
+    return {
+        **{key: whole[key] for key in _SECTIONS},
+        "offload": {"idle_expert_policy": config.offload.idle_expert_policy},
+        "runtime": {
+            "threads": config.runtime.num_threads,
+            "onednn_fpmath": config.runtime.onednn_fpmath,
+        },
+    }
 
 
 def starting_point(config: RunConfig, store: NvmeStore, resume: bool) -> StartingPoint:
@@ -61,7 +79,7 @@ def starting_point(config: RunConfig, store: NvmeStore, resume: bool) -> Startin
     if not isinstance(run, Mapping) or not isinstance(run.get("step"), int):
         raise StorageError("the commit was not made by a training run", path=store.directory)
     changed = _differences(run.get("config", {}), config)
-    refused = sorted(key for key in changed if key.startswith("model.") or key in _STATE_KEYS)
+    refused = sorted(key for key, values in changed.items() if _is_refused(key, values))
     if refused:
         key = refused[0]
         was, now = changed[key]
@@ -69,7 +87,8 @@ def starting_point(config: RunConfig, store: NvmeStore, resume: bool) -> Startin
             f"--resume: {key} = {now}, but the commit of step {run['step']} in {store.directory} "
             f"was made with {was}; allowed is {was} (differing: {', '.join(refused)})."
         )
-    message = f"resuming after step {run['step']} (commit {record.generation})"
+    by = "" if run.get("name") == config.name else f" of {run.get('name')}"
+    message = f"resuming after step {run['step']} (commit {record.generation}{by})"
     for skipped in record.skipped:
         message += f"; {skipped}"
     if changed:
@@ -80,10 +99,19 @@ def starting_point(config: RunConfig, store: NvmeStore, resume: bool) -> Startin
     return StartingPoint(run["step"], cursor, True, message)
 
 
+def _is_refused(key: str, values: tuple[Any, Any]) -> bool:
+    """Whether a run may not go on with another value of `key`.
+
+    `replay` and `dense` leave the same state behind; `skip` says otherwise what idling means.
+    """
+    if key == _IDLE_POLICY:
+        return "skip" in values
+    return key.startswith("model.") or key in _STATE_KEYS
+
+
 def _differences(saved: Any, config: RunConfig) -> dict[str, tuple[Any, Any]]:
     """Dotted keys whose value differs: (value of the commit, value now)."""
-    whole = config.to_dict()
-    now = _flat({key: whole[key] for key in _SECTIONS})
+    now = _flat(_recorded(config))
     before = _flat(saved if isinstance(saved, Mapping) else {})
     keys = now.keys() | before.keys()
     return {key: (before.get(key), now.get(key)) for key in keys if before.get(key) != now.get(key)}

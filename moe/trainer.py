@@ -155,6 +155,8 @@ class Trainer:
             interval = self._train.eval_interval
             if number == self.num_steps or (interval and number % interval == 0):
                 self._evaluate(number)
+        if self._first_step >= self.num_steps:  # resumed after its last step
+            self._evaluate(self._first_step)
         self._commit(max(self.num_steps, self._first_step))
         self.totals.weights_digest = weights_digest(self._engine)
 

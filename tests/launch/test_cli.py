@@ -90,7 +90,10 @@ def test_train_writes_both_files_and_exits_0(
     assert (config.train.seed, run_dir, steps) == (7, Path("out"), 2)
     assert len((tmp_path / "out/steps.jsonl").read_text().splitlines()) == 2
     assert json.loads((tmp_path / "out/report.json").read_text())["steps"] == 2
-    assert "out/report.json" in capsys.readouterr().out
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "out/report.json" in shown
+    command = "headrace train tiny-moe --set train.seed=7 --run-dir out --resume latest"
+    assert command in shown, "the end of a run says how to go on"
 
 
 def test_train_makes_a_directory_of_its_own(
@@ -213,9 +216,14 @@ def test_plan_prints_everything_and_then_says_whether_it_fits(
     build.make_plan = lambda config, resumed=False: memory_plan(fits)  # type: ignore[attr-defined]
     status = 0 if fits else 2
     assert call("plan", "tiny-moe") == status
-    assert "capacity" in capsys.readouterr().out
+    tables = capsys.readouterr()
+    assert "capacity" in tables.out
     assert call("plan", "tiny-moe", "--json") == status
-    assert json.loads(capsys.readouterr().out)["fits"] is fits
+    values = capsys.readouterr()
+    assert json.loads(values.out)["fits"] is fits
+    for errors in (tables.err, values.err):
+        assert errors.count("\n") == (not fits)
+        assert ("set offload.host.capacity to at least 8MiB." in errors) is not fits
 
 
 def test_config_prints_what_it_reads_back(
@@ -278,7 +286,7 @@ def test_a_budget_below_the_minimum_is_refused_with_the_arithmetic() -> None:
     """C52: a host budget smaller than the buffers is shrunk to or refused, never overrun."""
     result = run_python(BLOCKED, "plan", "tiny-moe", "--set", "offload.host.capacity=1MiB")
     assert result.returncode == 2
-    assert "offload.host.capacity" in result.stdout
+    assert "offload.host.capacity" in result.stderr
 
 
 INTERRUPTED = """

@@ -23,16 +23,14 @@ def shown(fits: bool) -> str:
 
 def test_tables_show_components_terms_and_the_verdict() -> None:
     text = shown(fits=True)
-    for part in ("1,048,576 parameters", "weight", "exp_avg", "minimum: window", "64.0 MiB"):
+    for part in ("1,048,576 parameters", "weight", "exp_avg", "the prefetch window", "64.0 MiB"):
         assert part in text
+    assert "minimum: window" not in text, "terms that are the minimum are shown once"
     assert text.rstrip().endswith("The plan fits.")
 
 
-def test_tables_of_a_plan_that_does_not_fit_say_what_would_help() -> None:
-    text = shown(fits=False)
-    assert "offload.host.capacity = 4.0 MiB is below the minimum of 8.0 MiB" in text
-    assert "set offload.host.capacity to at least 8MiB" in text
-    assert text.rstrip().endswith("The plan does not fit.")
+def test_tables_of_a_plan_that_does_not_fit_end_with_that_verdict() -> None:
+    assert shown(fits=False).rstrip().endswith("The plan does not fit.")
 
 
 def test_json_holds_every_number_in_bytes() -> None:

@@ -69,3 +69,13 @@ def test_every_preset_fits_its_own_budgets(name: str) -> None:
     plan = make_plan(config)
     assert plan.fits, plan.problems
     assert plan.parameters == count_parameters(config.model)
+
+
+@pytest.mark.parametrize("name", preset_names())
+@pytest.mark.parametrize("schedule", ["chased", "speculative"])
+def test_every_preset_has_room_to_commit_every_step_and_to_go_on(name: str, schedule: str) -> None:
+    """A run that was started must not be told at its resume that the drive is too small."""
+    for durability in ("none", "step"):
+        keys = [f"offload.durability={durability}", f"optimizer.update_schedule={schedule}"]
+        plan = make_plan(load_config(name, keys), resumed=True)
+        assert plan.fits, plan.problems

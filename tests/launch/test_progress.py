@@ -84,9 +84,28 @@ def test_the_summary_names_quality_speed_memory_and_the_report() -> None:
         "1,024 tokens/s",
         "20.0 %",
         "3.0 MiB of 4.0 MiB",
+        "step 2",
         "run/report.json",
     ):
         assert part in shown
+
+
+def test_the_summary_says_how_to_go_on_or_that_nothing_can() -> None:
+    for last_step, wanted in ((7, "step 7"), (None, "none: this run cannot be resumed")):
+        text = io.StringIO()
+        console = Console(file=text, width=200)
+        observer = ConsoleObserver(console, Path("r.json"), resume_command="headrace train x")
+        commits = {"published": 1, "seconds": 0.1, "last_step": last_step}
+        observer.on_end(run_report(commits=commits))
+        assert wanted in text.getvalue()
+        assert ("headrace train x" in text.getvalue()) is (last_step is not None)
+
+
+def test_after_a_resume_steps_and_time_left_are_those_of_the_whole_run() -> None:
+    observer, text = plain_observer(FakeClock())
+    observer.on_start(INFO | {"first_step": 8})
+    observer.on_step(step_record(9))
+    assert "step 9/10" in text.getvalue() and text.getvalue().rstrip().endswith("ETA 0:00")
 
 
 def test_the_summary_of_a_run_without_evaluation_or_reference() -> None:

@@ -142,3 +142,49 @@ def test_a_full_disk_during_a_step_is_a_storage_error(tmp_path: Path) -> None:
     writer._steps = (tmp_path / "steps.jsonl").open("w")
     with pytest.raises(StorageError, match="No space left"):
         writer.on_step(step_record(1))
+
+
+def continued(folder: Path, first_step: int) -> ReportWriter:
+    """A writer of a run that goes on after `first_step`."""
+    made = ReportWriter(folder, load_config("tiny-moe"), resume=True)
+    made.on_start({"first_step": first_step})
+    return made
+
+
+def test_a_resumed_run_appends_after_the_steps_that_stay(
+    writer: ReportWriter, tmp_path: Path
+) -> None:
+    for step in (1, 2, 3):
+        writer.on_step(step_record(step))
+        writer.on_eval({"step": step, "loss": 2.0 + step, "perplexity": 8.0})
+    writer.close()
+    for name in ("steps.jsonl", "evals.jsonl"):  # torn, as a killed run leaves it
+        with (tmp_path / name).open("ab") as file:
+            file.write(b'{"step": 4, "lo\xff')
+    again = continued(tmp_path, 2)
+    again.on_step(step_record(3))
+    again.on_eval({"step": 2, "loss": 4.0, "perplexity": 8.0})
+    again.on_eval({"step": 3, "loss": 5.0, "perplexity": 8.0})
+    again.on_end(run_report(eval=[{"step": 3, "loss": 5.0, "perplexity": 8.0}]))
+    again.close()
+    steps = [json.loads(line)["step"] for line in (tmp_path / "steps.jsonl").open()]
+    evals = [json.loads(line) for line in (tmp_path / "evals.jsonl").open()]
+    assert steps == [1, 2, 3]
+    assert [(record["step"], record["loss"]) for record in evals] == [(1, 3.0), (2, 4.0), (3, 5.0)]
+    assert json.loads((tmp_path / "report.json").read_text())["eval"] == evals
+
+
+def test_records_of_a_run_without_a_commit_are_set_aside_not_lost(
+    writer: ReportWriter, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A mistyped store path must not cost the records of a long run."""
+    writer.on_step(step_record(1))
+    writer.close()
+    before = (tmp_path / "steps.jsonl").read_text()
+    for number in (1, 2):
+        again = continued(tmp_path, 0)
+        again.on_step(step_record(1))
+        again.close()
+        assert (tmp_path / f"steps.jsonl.before-{number}").read_text() == before
+    assert "renamed to steps.jsonl.before-2" in caplog.text
+    assert len((tmp_path / "steps.jsonl").read_text().splitlines()) == 1
