@@ -1,0 +1,88 @@
+"""What a commit says of its run against the configuration that goes on; a real store, no model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from launch.config import RunConfig, load_config
+from launch.resume import StartingPoint, save_plan, starting_point
+from moe.data.stream import Cursor
+from offload.nvme.store import NvmeStore
+from ops.errors import ConfigError, StorageError
+
+CURSOR = Cursor(epoch=1, position=8, seed=1, stream="x")
+
+
+def configured(*overrides: str) -> RunConfig:
+    return load_config("tiny-moe", overrides)
+
+
+def going_on(folder: Path, was: RunConfig, now: RunConfig) -> StartingPoint:
+    """Commit step 3 of the run `was`; where the run `now` begins after it."""
+    run = {"step": 3, "cursor": CURSOR.to_json(), **save_plan(was).facts}
+    with NvmeStore(str(folder), 1 << 20, workers=1) as store:
+        store.publish(store.cut({"step": 3, "run": json.loads(json.dumps(run))}))
+    with NvmeStore(str(folder), 1 << 20, workers=1, resume=True) as store:
+        return starting_point(now, store, resume=True)
+
+
+def test_the_same_run_goes_on_at_its_place_in_the_data(tmp_path: Path) -> None:
+    config = configured("train.freeze=[embed.*]")
+    start = going_on(tmp_path, config, config)
+    assert start == StartingPoint(3, CURSOR, True, "resuming after step 3 (commit 1)")
+
+
+def test_budgets_and_pipeline_are_nobodys_business(tmp_path: Path) -> None:
+    other = configured("offload.host.capacity=1GiB", "offload.pipeline=sync", "offload.codec=lz4")
+    assert "changed" not in going_on(tmp_path, configured(), other).message
+
+
+def test_what_may_change_numbers_is_told_with_both_values(tmp_path: Path) -> None:
+    other = configured(
+        "name=mine", "train.steps=200", "offload.idle_expert_policy=dense", "runtime.threads=77"
+    )
+    message = going_on(tmp_path, configured(), other).message
+    assert "(commit 1 of tiny-moe)" in message
+    assert "offload.idle_expert_policy = dense (was replay)" in message
+    assert "train.steps = 200 (was 120)" in message
+    assert "runtime.threads = 77 (was " in message
+
+
+@pytest.mark.parametrize(
+    ("override", "was"),
+    [
+        ("model.norm_topk_prob=false", "True"),
+        ("optimizer.beta1=0.8", "0.9"),
+        ("optimizer.weight_decay=0.0", "0.1"),
+        ("train.freeze=[norm]", r"\[\]"),
+        ("train.seed=2", "1"),
+        ("data.seed=2", "1"),
+        ("offload.idle_expert_policy=skip", "replay"),
+    ],
+)
+def test_what_the_state_depends_on_is_refused_with_key_and_both_values(
+    tmp_path: Path, override: str, was: str
+) -> None:
+    key = override.partition("=")[0]
+    with pytest.raises(ConfigError, match=rf"--resume: {key} = .* allowed is {was} \(differing"):
+        going_on(tmp_path, configured(), configured(override))
+
+
+def test_idle_experts_that_were_skipped_are_not_replayed(tmp_path: Path) -> None:
+    """The ledger does not have the steps that a skipped unit never made."""
+    skipping = configured("offload.idle_expert_policy=skip")
+    with pytest.raises(ConfigError, match="was made with skip"):
+        going_on(tmp_path, skipping, configured())
+
+
+def test_a_commit_of_something_else_is_no_starting_point(tmp_path: Path) -> None:
+    with NvmeStore(str(tmp_path), 1 << 20, workers=1) as store:
+        store.publish(store.cut({"other": 1}))
+    with (
+        NvmeStore(str(tmp_path), 1 << 20, workers=1, resume=True) as store,
+        pytest.raises(StorageError, match="not made by a training run"),
+    ):
+        starting_point(configured(), store, resume=True)
