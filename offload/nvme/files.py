@@ -21,7 +21,8 @@ from typing import Protocol
 from ops.errors import StorageError
 from ops.units import round_up
 
-PREALLOCATE_STEP_BYTES = 256 << 20
+PREALLOCATE_STEP_BYTES_MIN = 1 << 20
+PREALLOCATE_STEP_BYTES_MAX = 256 << 20
 BUFFERS_MAX = 1024  # IOV_MAX of Linux: more in one system call are refused
 
 Buffers = Sequence[memoryview]
@@ -232,7 +233,9 @@ class Preallocator:
             start = self._reserved_to
             if end <= start or not self._supported:
                 return
-            target = min(round_up(end, PREALLOCATE_STEP_BYTES), self._end)
+            # In proportion to what is there, so that a small store stays small on the disk.
+            step = min(max(end // 4, PREALLOCATE_STEP_BYTES_MIN), PREALLOCATE_STEP_BYTES_MAX)
+            target = min(round_up(end + step, PREALLOCATE_STEP_BYTES_MIN), self._end)
             try:
                 self._reserve(start, target, end)
             except OSError as error:

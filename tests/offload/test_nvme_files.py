@@ -145,15 +145,22 @@ def test_a_flip_in_a_vectored_transfer_strikes_its_byte_only(faulty):
     assert (back != data).nonzero()[0].tolist() == [5_000, 9_000]
 
 
-def test_room_is_reserved_in_steps_and_each_byte_once(faulty):
+def test_room_is_reserved_ahead_in_proportion_and_each_byte_once(faulty):
+    """Regression: a step of 256 MiB for a store of a few MiB filled the disk of a test run."""
     file = faulty()
-    end = 2 * STEP_BYTES + 4096
     asked = []
     file.inner.allocate = lambda offset, nbytes: asked.append((offset, nbytes))
+    end = 4 << 30
     room = Preallocator(file, 0, end)
-    for stop in (4096, 8192, STEP_BYTES, STEP_BYTES + 1, end, 4096):
+    for stop in range(4096, 64 << 20, 4096):
         room.ensure(stop, "block", 0, stop)
-    assert asked == [(0, STEP_BYTES), (STEP_BYTES, STEP_BYTES), (2 * STEP_BYTES, 4096)]
+    assert asked[0] == (0, 2 << 20) and len(asked) < 40
+    assert sum(nbytes for _, nbytes in asked) <= 1.3 * (64 << 20)
+    for stop in range(64 << 20, end + 1, 1 << 20):
+        room.ensure(stop, "block", 0, stop)
+    starts = [offset for offset, _ in asked]
+    assert starts == [0, *(offset + nbytes for offset, nbytes in asked[:-1])]
+    assert sum(asked[-1]) == end and max(nbytes for _, nbytes in asked) <= 257 << 20
 
 
 def test_a_step_that_does_not_fit_shrinks_to_what_is_needed(faulty):
@@ -168,7 +175,7 @@ def test_a_step_that_does_not_fit_shrinks_to_what_is_needed(faulty):
     file.inner.allocate = allocate
     room = Preallocator(file, 0, STEP_BYTES)
     room.ensure(8192, "block", 4096, 4096)
-    assert asked == [(0, STEP_BYTES), (0, 8192)]
+    assert asked == [(0, 2 << 20), (0, 8192)]
     with pytest.raises(StorageError, match="ENOSPC") as caught:
         room.ensure(40_960, "other", 8192, 32_768)
     error = caught.value
