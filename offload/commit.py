@@ -83,7 +83,10 @@ class Commits:
             self._shared.changed.notify_all()
 
     def wait(self) -> None:
-        """Block until every requested commit is published."""
+        """Block until every requested commit is published; the stream has been drained.
+
+        Otherwise updates may wait for leases that do not come while compute waits here.
+        """
         with self._shared.changed:
             self._shared.check()
             while self._wanted is not None or self._cut is not None:

@@ -20,6 +20,9 @@ Results = dict[str, int]
 
 WARM_UP_STEPS = 3
 
+# Room for every version a course may keep; a store reserves the disk in large steps up to it.
+STORE_BYTES = 16 << 20
+
 
 def rate(step: int) -> float:
     """Warm-up, then decay, so that every step has a rate of its own."""
@@ -89,6 +92,15 @@ def uninterrupted(course: Course, directory: Path) -> Results:
         return train(run, course)
 
 
+def after(expected: Results, step: int) -> Results:
+    """What comes behind the commit of `step`."""
+    return {
+        name: value
+        for name, value in expected.items()
+        if name == "digest" or int(name.split()[1]) > step or name == f"eval {step}"
+    }
+
+
 def random_budgets(
     rng: np.random.Generator,
     course: Course,
@@ -115,11 +127,18 @@ def random_budgets(
         # The old versions of what is updated early are planned for, too.
         small = with_undo(course, small)
     device, host = (int(share * 1_000_000) for share in room * rng.random(2))
-    return replace(
-        config,
-        device=TierConfig(small.device.capacity + device),
-        host=TierConfig(small.host.capacity + host),
+    return small_store(
+        replace(
+            config,
+            device=TierConfig(small.device.capacity + device),
+            host=TierConfig(small.host.capacity + host),
+        )
     )
+
+
+def small_store(config: OffloadConfig) -> OffloadConfig:
+    """`config` with a store that takes little of a real disk."""
+    return replace(config, nvme=NvmeConfig(STORE_BYTES, config.nvme.path))
 
 
 def with_undo(course: Course, config: OffloadConfig) -> OffloadConfig:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import shutil
 import signal
 from collections import Counter
 from collections.abc import Iterator
@@ -99,6 +100,7 @@ def run_to_the_end(
         assert log.results.items() <= expected.items(), what
         check_store(life.paths, log.published, what)
     assert log.results == expected
+    shutil.rmtree(folder)
     return kills
 
 

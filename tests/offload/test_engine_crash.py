@@ -24,6 +24,7 @@ from offload.testing_storage import BUFFERED
 from tests.offload.courses import (
     Course,
     Results,
+    after,
     just_enough,
     random_budgets,
     sometimes_clipped,
@@ -151,15 +152,6 @@ def check_image(crash: Crash, recording: Recording, rng: np.random.Generator) ->
     return "afresh" if step is None else f"step {step}"
 
 
-def after(expected: Results, step: int) -> Results:
-    """What comes behind the commit of `step`."""
-    return {
-        name: value
-        for name, value in expected.items()
-        if name == "digest" or int(name.split()[1]) > step or name == f"eval {step}"
-    }
-
-
 def check_seed(seed: int, folder: Path, images: int) -> Counter[str]:
     """Record, crash, resume; returns how often each kind of operation was struck."""
     recording = record(seed, folder)
@@ -178,3 +170,10 @@ def test_every_crash_of_a_run_resumes_to_the_same_bits(tmp_path, seed, rotating_
     struck = check_seed(number, tmp_path, IMAGES)
     assert struck["write"] and struck["sync"] + struck["rename"] + struck["sync_directory"]
     assert sum(count for name, count in struck.items() if name.startswith("step")) > IMAGES // 2
+
+
+@pytest.mark.long
+def test_every_crash_of_many_runs_resumes_to_the_same_bits(tmp_path, rotating_seed):
+    for number in range(40):
+        folder = tmp_path / str(number)
+        check_seed(rotating_seed + 1 + number, folder, 2 * IMAGES)
