@@ -15,11 +15,12 @@ BENCHMARKS := $(filter-out bench_step,$(basename $(notdir $(sort $(wildcard benc
 
 SUITABLE := import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 12))
 
-.PHONY: help setup train test checks bench bench-store bench-step clean
+.PHONY: help setup train test test-kill checks bench bench-store bench-step clean
 
 help:
 	@echo "make train   train the shipped model (about 3 minutes after installation)"
 	@echo "make test    run the tests"
+	@echo "make test-kill  200 kills -9 in named phases of a run, each resumed to the same bits"
 	@echo "make setup   make the environment $(VENV) alone"
 	@echo "make checks  formatting, lint, types, architecture"
 	@echo "make bench   measure beside peers; prints JSON lines"
@@ -56,6 +57,11 @@ train: setup
 
 test: setup
 	$(BIN)/python -m pytest tests -m "not long"
+
+KILL_TESTS := tests/offload/test_engine_kill.py tests/launch/test_kill_and_resume.py
+
+test-kill: setup
+	$(BIN)/python -m pytest $(KILL_TESTS) -m long
 
 checks: setup
 	$(BIN)/ruff format --check .
