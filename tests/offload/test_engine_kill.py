@@ -28,7 +28,7 @@ def check_kills(seed: int, folder, kills_min: int, phase_min: int) -> Counter[st
 
 
 def test_thirty_kills_in_every_phase_lose_nothing_committed(tmp_path, rotating_seed):
-    """C28: at least 5 in each of read, update, write, fsync, rename and publish."""
+    """At least 5 in each of read, update, write, fsync, rename and publish."""
     kills = check_kills(rotating_seed, tmp_path, 30, 5)
     assert all(kills[phase] >= 5 for phase in PHASES)
 
