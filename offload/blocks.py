@@ -13,6 +13,9 @@ Components used together are neighbours in one block, so a small norm never pays
 alignment of its own. Flat element order of a unit: split tensors (stored in 16 bits) first, then
 kept tensors (fp32); `exp_avg`, `exp_avg_sq` and `grad` cover all of them in that order.
 
+A unit that several ranks share (`offload/shards.py`) has two layouts: that of the rank's share,
+which the tiers store, and the gathered one, which a lease puts on the device.
+
 Knows nothing of tiers, threads or models.
 """
 
@@ -35,7 +38,13 @@ class TensorSpec:
 
     `name` is the canonical Hugging Face name of the whole tensor, `row0` the first row held here.
     `kept` tensors keep an fp32 master as their weight; `decay` tensors take weight decay.
-    `init_std` is the standard deviation of the initial values; None means ones.
+    `init_std` is the standard deviation of the initial values; None means ones. A rank that holds
+    some columns only says which: `col0` is the first of them, `num_cols` how many the whole tensor
+    has. `replicas` ranks hold the same elements and make the same update of them.
+
+    A rank's share of a unit holds pieces of tensors: `piece_of` is then the tensor above, `flat0`
+    the first of its elements, in row-major order, that this one-dimensional piece holds. A piece
+    without a name pads the share; it is zero for ever.
     """
 
     name: str
@@ -44,6 +53,11 @@ class TensorSpec:
     decay: bool
     init_std: float | None
     row0: int = 0
+    col0: int = 0
+    num_cols: int | None = None
+    replicas: int = 1
+    piece_of: TensorSpec | None = None
+    flat0: int = 0
 
     @property
     def size(self) -> int:
@@ -107,9 +121,16 @@ class UnitLayout:
     """
 
     def __init__(
-        self, unit: UnitSpec, weight_dtype: str, grad_dtype: str, compute_dtype: str
+        self,
+        unit: UnitSpec,
+        weight_dtype: str,
+        grad_dtype: str,
+        compute_dtype: str,
+        shares: int = 1,
     ) -> None:
+        """`shares`: split and kept elements are each padded with zeros to a multiple of it."""
         self.unit = unit
+        self.gathered = self  # what a lease puts on the device; see `offload/shards.py`
         self.name = unit.name
         self.frozen = unit.frozen
         self.weight_dtype = weight_dtype
@@ -118,13 +139,14 @@ class UnitLayout:
         all_kept = weight_dtype == "float32"
         split = [t for t in unit.tensors if not (t.kept or all_kept)]
         kept = [t for t in unit.tensors if t.kept or all_kept]
-        self.num_split = sum(t.size for t in split)
-        self.num_kept = sum(t.size for t in kept)
+        self.num_split = round_up(sum(t.size for t in split), shares)
+        self.num_kept = round_up(sum(t.size for t in kept), shares)
         self.size = self.num_split + self.num_kept
-        places, start = [], 0
-        for tensor in split + kept:
-            places.append(TensorPlace(tensor, start, tensor.kept or all_kept))
-            start += tensor.size
+        places = []
+        for tensors, start in ((split, 0), (kept, self.num_split)):
+            for tensor in tensors:
+                places.append(TensorPlace(tensor, start, tensor.kept or all_kept))
+                start += tensor.size
         self.places = tuple(places)
 
     @cached_property
@@ -183,6 +205,17 @@ class UnitLayout:
     def accumulator_nbytes(self) -> int:
         """Bytes of an fp32 gradient accumulator of the whole unit; 0 when it is frozen."""
         return 0 if self.frozen else round_up(4 * self.size, FIELD_ALIGN_BYTES)
+
+    def runs_by_replicas(self) -> list[tuple[int, int, int]]:
+        """(lo, hi, replicas): the flat order in runs that equally many ranks hold."""
+        runs: list[tuple[int, int, int]] = []
+        for place in self.places:
+            lo, hi, replicas = place.start, place.start + place.spec.size, place.spec.replicas
+            if runs and runs[-1][1:] == (lo, replicas):
+                runs[-1] = (runs[-1][0], hi, replicas)
+            else:
+                runs.append((lo, hi, replicas))
+        return runs
 
     def component_bytes(self) -> dict[str, int]:
         """Payload bytes by component of the design (`weight, residual, master, …, grad`)."""
