@@ -5,21 +5,17 @@ the optimizer, transfers and checksums run beside them. So the number of threads
 the process is kept on its cores as a whole, before any thread starts. On one core of two this also
 trains faster than with both, because launching threads then sleep instead of spinning.
 
-Ranks that `mpirun` started on this machine divide its cores, unless it has bound them already.
+Ranks that a launcher started on this machine divide its cores, unless it has bound them already.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-# (rank, number of ranks) on this machine, as Open MPI and as Hydra (MPICH, Intel) tell it.
-_LOCAL_RANKS = (
-    ("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
-    ("MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-)
+from launch.ranks import detect_ranks
 
 
 def confine(threads: int) -> list[int]:
@@ -28,8 +24,15 @@ def confine(threads: int) -> list[int]:
     `threads` of 0 means all this rank may use. Threads that start later inherit the cores.
     """
     allowed = sorted(os.sched_getaffinity(0))
-    rank, num_ranks = local_rank(os.environ)
-    cores = choose(allowed, threads, rank, num_ranks, _num_cores_of_machine(), _current_core())
+    ranks = detect_ranks()
+    cores = choose(
+        allowed,
+        threads,
+        ranks.local_rank,
+        ranks.local_size,
+        _num_cores_of_machine(),
+        _current_core(),
+    )
     if cores != allowed:
         for task in os.listdir("/proc/self/task"):  # threads of libraries that are loaded already
             with suppress(OSError):
@@ -60,15 +63,6 @@ def choose(
         first = min(place // threads * threads, len(cores) - threads)
         cores = cores[first : first + threads]
     return cores
-
-
-def local_rank(environment: Mapping[str, str]) -> tuple[int, int]:
-    """(rank, number of ranks) on this machine; (0, 1) where no launcher says so."""
-    for rank, size in _LOCAL_RANKS:
-        number, total = environment.get(rank, ""), environment.get(size, "")
-        if number.isdecimal() and total.isdecimal() and int(number) < int(total):
-            return int(number), int(total)
-    return 0, 1
 
 
 def _num_cores_of_machine() -> int:
