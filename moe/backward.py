@@ -19,7 +19,6 @@ from moe.params import (
     HEAD,
     NORM_UNIT,
     embedding_units,
-    expert_unit,
     head_units,
     slice_rows,
 )
@@ -31,7 +30,7 @@ class Backward:
     def __init__(self, context: StepContext, forward: Forward) -> None:
         self._c = context
         self._forward = forward
-        self._dw: dict[int, np.ndarray] = {}
+        self._dw: list[np.ndarray] = []
 
     def run(
         self,
@@ -53,7 +52,7 @@ class Backward:
                     if layer != segment[-1]:
                         self._forward.experts(layer, "redo")
             for layer in reversed(segment):
-                self._experts(layer)
+                self._dw = self._forward.expert_rows.backward(layer)
                 self._dense(layer, d_balance, d_z)
         self._embed(tokens)
 
@@ -85,43 +84,6 @@ class Backward:
                 )
                 c.put("dh", m, dh)
                 use.add(FINAL_NORM, c.backend.to_numpy(dln))
-
-    def _experts(self, layer: int) -> None:
-        c = self._c
-        c.enter("bwd", f"experts.{layer}")
-        slots = c.train.micro_batch_tokens * c.model.num_experts_per_tok
-        for m in range(c.micro):
-            self._dw[m] = np.zeros(slots, c.routing[layer, m].w_TK.dtype)
-        for expert in c.needed_experts(layer):
-            prefix = f"model.layers.{layer}.mlp.experts.{expert}"
-            unit = expert_unit(layer, expert)
-            with c.engine.use(unit, gradient=c.trains(unit)) as use:
-                ffn = c.ffn(prefix, use)
-                for m in range(c.micro):
-                    rows = c.routing[layer, m].plan.slots(expert)
-                    if rows.stop == rows.start:
-                        continue
-                    grads = self._expert(layer, expert, m, rows, ffn)
-                    for name, grad in zip(("gate", "up", "down"), grads):
-                        use.add(f"{prefix}.{name}_proj.weight", c.backend.to_numpy(grad))
-
-    def _expert(
-        self, layer: int, expert: int, m: int, rows: slice, ffn: Sequence[Any]
-    ) -> tuple[Any, ...]:
-        c = self._c
-        routing, slot = c.routing[layer, m], c.slot(layer, m)
-        plan = routing.plan
-        padded, chosen = plan.bucket_of(expert), plan.token_of_slot_P[rows]
-        x = c.rows("xn", slot, chosen, padded)
-        if c.saves("g"):
-            g, u = c.rows("g", slot, rows, padded), c.rows("u", slot, rows, padded)
-        else:
-            _, g, u = c.stages.expert_fwd(x, *ffn)
-        w_N = c.backend.wrap(plan.weights(expert, routing.w_TK))
-        dx, dw_N, *grads = c.stages.expert_bwd(x, g, u, w_N, c.rows("dh", m, chosen, padded), *ffn)
-        c.put_rows("dx", m, rows, dx)
-        self._dw[m][rows] = c.backend.to_numpy(dw_N)[: rows.stop - rows.start]
-        return tuple(grads)
 
     def _dense(self, layer: int, d_balance: float, d_z: float) -> None:
         c = self._c

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from moe.context import LossSums, Routing, StepContext
+from moe.experts import LocalExperts
 from moe.params import (
     EMBEDDING,
     FINAL_NORM,
@@ -31,6 +32,7 @@ class Forward:
 
     def __init__(self, context: StepContext) -> None:
         self._c = context
+        self.expert_rows = LocalExperts(context)
 
     def run(self, tokens: Sequence[np.ndarray], targets: Sequence[np.ndarray]) -> LossSums:
         """Forward all layers and the head; returns loss sums, saves what backward needs."""
@@ -100,22 +102,7 @@ class Forward:
     def experts(self, layer: int, kind: str) -> None:
         """The needed experts one after another, then their weighted sum into the stream."""
         c = self._c
-        c.enter(kind, f"experts.{layer}")
-        for expert in c.needed_experts(layer):
-            with c.engine.use(expert_unit(layer, expert)) as use:
-                ffn = c.ffn(f"model.layers.{layer}.mlp.experts.{expert}", use)
-                for m in range(c.micro):
-                    plan = c.routing[layer, m].plan
-                    rows = plan.slots(expert)
-                    if rows.stop == rows.start:
-                        continue
-                    slot = c.slot(layer, m)
-                    x = c.rows("xn", slot, plan.token_of_slot_P[rows], plan.bucket_of(expert))
-                    y, g, u = c.stages.expert_fwd(x, *ffn)
-                    c.put_rows("y", m, rows, y)
-                    if c.saves("g"):
-                        c.put_rows("g", slot, rows, g)
-                        c.put_rows("u", slot, rows, u)
+        self.expert_rows.forward(layer, kind)
         for m in range(c.micro):
             routing = c.routing[layer, m]
             out = c.stages.combine(
