@@ -49,7 +49,7 @@ $(STAMP): pyproject.toml
 	        "$$found" -m venv --clear --without-pip "$(VENV)"; \
 	        "$$found" -m pip --python "$(BIN)/python" install pip; }; \
 	fi; \
-	"$(BIN)/python" -m pip install --disable-pip-version-check -e ".[dev]"; \
+	"$(BIN)/python" -m pip install --disable-pip-version-check -e ".[dev,mpi]"; \
 	touch "$@"
 
 train: setup

@@ -67,6 +67,12 @@ class NumericAlarm(HeadraceError):
     exit_code = 4
 
 
+class CommError(HeadraceError):
+    """Ranks waited for each other too long, disagreed about what comes next, or one failed."""
+
+    exit_code = 5
+
+
 class Stopped(HeadraceError):
     """The run was stopped by SIGINT or SIGTERM after finishing its step."""
 

@@ -54,7 +54,7 @@ def test_another_interpreter_is_found_where_python3_is_too_new(tmp_path: Path) -
     assert result.returncode == 0, result.stderr
     calls = log.read_text().splitlines()
     assert any("tools/python3.11 -m venv" in line for line in calls)
-    assert any("venv/bin/python -m pip install" in line and ".[dev]" in line for line in calls)
+    assert any("venv/bin/python -m pip install" in line and ".[dev,mpi]" in line for line in calls)
 
 
 def test_a_current_environment_is_left_alone(tmp_path: Path) -> None:

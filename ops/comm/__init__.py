@@ -1,0 +1,1 @@
+"""Collectives between ranks: one protocol (`base.py`), one set of algorithms, three transports."""

@@ -1,0 +1,65 @@
+"""Ranks as real processes under `mpirun`: the conformance suite, a hang, a failing rank."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.ops import comm_conformance
+
+pytest.importorskip("mpi4py", reason="the extra headrace[mpi] is not installed")
+
+ROOT = Path(__file__).parents[2]
+MPIRUN = Path(sys.executable).parent / "mpirun"
+SECONDS_MAX = 240
+
+
+def mpirun(ranks: int, task: str) -> subprocess.CompletedProcess[str]:
+    """Run a task of `comm_mpi_ranks` on so many ranks; no process is left behind."""
+    command = [str(MPIRUN), "-n", str(ranks), "--oversubscribe"]
+    if os.geteuid() == 0:
+        command.append("--allow-run-as-root")
+    command += [sys.executable, "-m", "tests.ops.comm_mpi_ranks", task]
+    process = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        stdout, stderr = process.communicate(timeout=SECONDS_MAX)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        stdout, stderr = process.communicate()
+        pytest.fail(f"{task} did not end within {SECONDS_MAX} s:\n{stdout}\n{stderr}")
+    return subprocess.CompletedProcess(command, process.returncode, stdout, stderr)
+
+
+def test_conformance_on_four_ranks() -> None:
+    result = mpirun(4, "conformance")
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.split() == [
+        "passed:",
+        *(check.__name__ for check in comm_conformance.CHECKS),
+    ]
+
+
+def test_a_hang_ends_all_ranks_and_shows_the_stacks_of_all() -> None:
+    result = mpirun(2, "hang")
+    assert result.returncode == 5, result.stderr
+    assert "barrier of group 'world' (rank 0) did not end within 1 s" in result.stderr
+    assert "rank 0 reports: barrier" in result.stderr
+    assert "in stuck_in_compute" in result.stderr and "in _poll" in result.stderr
+
+
+def test_a_failing_rank_ends_the_others() -> None:
+    result = mpirun(2, "failure")
+    assert result.returncode == 5
+    assert "rank 1 broke" in result.stderr
