@@ -64,6 +64,11 @@ class TensorSpec:
         """Number of elements."""
         return prod(self.shape)
 
+    @property
+    def position(self) -> tuple[int, int, int]:
+        """Its place among the parts of the whole tensor: first row, column, element of a piece."""
+        return self.row0, self.col0, self.flat0
+
 
 @dataclass(frozen=True)
 class UnitSpec:
@@ -205,6 +210,11 @@ class UnitLayout:
     def accumulator_nbytes(self) -> int:
         """Bytes of an fp32 gradient accumulator of the whole unit; 0 when it is frozen."""
         return 0 if self.frozen else round_up(4 * self.size, FIELD_ALIGN_BYTES)
+
+    @cached_property
+    def num_parameters(self) -> int:
+        """Parameters in it, without what pads a share."""
+        return sum(place.spec.size for place in self.places if place.spec.name)
 
     def runs_by_replicas(self) -> list[tuple[int, int, int]]:
         """(lo, hi, replicas): the flat order in runs that equally many ranks hold."""

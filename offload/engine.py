@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from offload.activations import ActivationStore
-from offload.arena import Arena
+from offload.arena import Arena, Buffer
 from offload.blocks import TensorSpec
 from offload.commit import Commits
 from offload.config import OffloadConfig, OptimizerConfig
@@ -36,6 +36,7 @@ from offload.parts import EngineParts, StepOutcome, UnitUse
 from offload.pipeline import WeightPipeline
 from offload.residency import Shared, UnitState
 from offload.schedule import AccessSchedule, Stage
+from offload.sharing import Gathers, clear_padding
 from offload.stats import Stats
 from offload.update_job import UpdateJob
 from offload.update_stream import UpdateStream
@@ -70,8 +71,15 @@ class OffloadEngine:
             parts.batch_major,
             parts.delay,
             parts.trace,
+            parts.sharing,
         )
         # All memory is taken before the first thread starts.
+        gathers = Gathers(
+            parts.sharing,
+            parts.pool,
+            self._device_buffer(plan.staging_bytes, "staging"),
+            self._device_buffer(plan.ahead_bytes, "units gathered ahead"),
+        )
         self._pipeline = WeightPipeline(
             self._shared,
             memory,
@@ -81,6 +89,7 @@ class OffloadEngine:
             parts.pool,
             self.stats,
             config.window_bytes,
+            gathers,
             parts.delay,
             parts.verify_leases,
             parts.trace,
@@ -108,6 +117,9 @@ class OffloadEngine:
         self._early_step: int | None = None  # number of the step whose updates may precede its norm
         self._closed = False
 
+    def _device_buffer(self, nbytes: int, what: str) -> Buffer | None:
+        return self.device.require(nbytes, what) if nbytes else None
+
     # ---- values
 
     def initialize(self, values: Callable[[TensorSpec], np.ndarray]) -> None:
@@ -126,8 +138,11 @@ class OffloadEngine:
 
     def begin(self, stages: Sequence[Stage], training: bool = True) -> None:
         """Follow these stages next; the expert sets of the last training step are the guesses."""
-        self._schedule = AccessSchedule(stages, self._guesses if training else None)
-        self._pipeline.begin(self._schedule)
+        self._follow(AccessSchedule(stages, self._guesses if training else None), agreed=True)
+
+    def _follow(self, schedule: AccessSchedule, agreed: bool) -> None:
+        self._schedule = schedule
+        self._pipeline.begin(schedule, agreed)
 
     def begin_gradients(self, learning_rate: float | None = None) -> None:
         """Forget the gradients of the step before; called before the first deposit.
@@ -178,7 +193,9 @@ class OffloadEngine:
         lease = self._pipeline.lease(name, gradient=gradient)
         total = None
         if lease.accumulator is not None:
-            total = lease.accumulator.view("float32", 0, lease.unit.layout.size)
+            whole = lease.unit.layout.gathered
+            total = lease.accumulator.view("float32", 0, whole.size)
+            clear_padding(whole, total)
         held = UnitUse(lease, total, self._parts.pool)
         try:
             with self._parts.trace.span("compute", self._stage, unit=name):
@@ -198,7 +215,7 @@ class OffloadEngine:
         With `commit` (JSON data) this step is committed as soon as its updates are applied.
         """
         self.gradients.finish()
-        norm = self.gradients.norm()
+        norm = self.gradients.norm(self._parts.everyone)
         finite = self.gradients.finite and isfinite(norm)
         scale_before = self.scaler.scale
         alive = self.scaler.update(finite)
@@ -241,7 +258,8 @@ class OffloadEngine:
         with self._shared.changed:
             self._shared.optimizer_step = step
             jobs = self._jobs(step, clip, commit is not None)
-            self.begin(self._schedule.stages)
+            # What all ranks do next (train or evaluate) is not agreed yet.
+            self._follow(AccessSchedule(self._schedule.stages, self._guesses), agreed=False)
             self._updates.submit(jobs)
             if commit is not None:
                 self._updates.commits.request(self._meta(commit))

@@ -1,7 +1,8 @@
-"""Gradients from compute to the host: sums over micro-batches and uses, rounding, norm, spill.
+"""Gradients from compute to the host: summed over micro-batches, uses and ranks, rounded, spilled.
 
 Every use of a parameter has its own fp32 accumulator, summed in micro-batch order; several uses
-(a tied embedding) are added once, in schedule order, and rounded once to the gradient dtype. The
+(a tied embedding) are added once, in schedule order, then over the ranks that share the unit, in
+rank order, and rounded once to the gradient dtype. The
 squared norm is taken over the rounded values in fixed blocks of 4096 elements. So the bits depend
 on the order of micro-batches and uses, never on where a gradient waited.
 
@@ -10,18 +11,21 @@ Called by compute only, from one thread.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import numpy as np
 
 from offload.arena import Arena, Buffer
+from offload.blocks import UnitLayout
 from offload.device_copy import field_view
 from offload.host_memory import HostMemory
 from offload.nvme.store import NvmeStore
 from offload.residency import Shared, UnitState
 from offload.runs import runs_of
+from offload.sharing import Sharing, reduce
 from offload.stats import Stats
 from ops.clock import seconds
+from ops.comm.base import Communicator
 from ops.kernels.pool import KernelPool
 from ops.kernels.reduce import accumulate, sum_squares
 from ops.kernels.split import round_bf16
@@ -52,8 +56,10 @@ class GradientStore:
         batch_major: bool,
         delay: Callable[[str], None],
         trace: Tracer,
+        sharing: Mapping[str, Sharing],
     ) -> None:
         self._shared = shared
+        self._sharing = sharing
         self._host = host
         self._store = store
         self._pool = pool
@@ -62,7 +68,7 @@ class GradientStore:
         self._trace = trace
         self._kept: dict[tuple[str, int], Buffer] = {}
         for unit, count in uses.items():
-            nbytes = shared.units[unit].layout.accumulator_nbytes
+            nbytes = shared.units[unit].layout.gathered.accumulator_nbytes
             if nbytes and (batch_major or count > 1):
                 for use in range(count):
                     self._kept[unit, use] = arena.require(nbytes, f"accumulators of {unit}")
@@ -88,7 +94,7 @@ class GradientStore:
         if kept is None:
             self._complete(unit, total)
             return
-        target = kept.view("float32", 0, unit.layout.size)
+        target = kept.view("float32", 0, unit.layout.gathered.size)
         self._delay("d2h")
         self._stats.add(d2h_bytes=total.nbytes)
         if (unit.name, use) in self._filled:
@@ -104,12 +110,17 @@ class GradientStore:
             if not uses:
                 continue
             unit = self._shared.units[name]
-            arrays = [self._kept[name, use].view("float32", 0, unit.layout.size) for use in uses]
+            size = unit.layout.gathered.size
+            arrays = [self._kept[name, use].view("float32", 0, size) for use in uses]
             for other in arrays[1:]:
                 accumulate(arrays[0], other, pool=self._pool)
             self._complete(unit, arrays[0])
 
     def _complete(self, unit: UnitState, total: np.ndarray) -> None:
+        sharing = self._sharing.get(unit.name)
+        if sharing is not None:
+            with self._trace.span("reduce", unit.name, bytes=total.nbytes):
+                total = reduce(unit.layout, total, sharing.gradients)
         buffer = unit.host_grad if not unit.spills else self._grad_slot()
         assert buffer is not None
         if self.scale != 1.0:
@@ -122,12 +133,19 @@ class GradientStore:
             else:
                 np.copyto(grad, total)
         self._stats.add(d2h_bytes=grad.nbytes)
-        square = sum_squares(grad, pool=self._pool)
-        self.squares[unit.name] = square.total
-        self.finite = self.finite and square.finite
+        self.squares[unit.name] = self._square(unit.layout, grad)
         if unit.spills:
             self._spill(unit, buffer)
         self.on_complete(unit)
+
+    def _square(self, layout: UnitLayout, grad: np.ndarray) -> float:
+        """This rank's part of the unit's squared norm: what r ranks hold counts 1/r on each."""
+        total = 0.0
+        for lo, hi, replicas in layout.runs_by_replicas():
+            square = sum_squares(grad[lo:hi], pool=self._pool)
+            self.finite = self.finite and square.finite
+            total += square.total / replicas
+        return total
 
     def _grad_slot(self) -> Buffer:
         started = seconds()
@@ -158,7 +176,10 @@ class GradientStore:
             raise
         handle.add_done_callback(done)
 
-    def norm(self) -> float:
-        """Global 2-norm of the step's gradients, before clipping; float64."""
+    def norm(self, everyone: Communicator) -> float:
+        """2-norm of all ranks' gradients, before clipping, float64; `finite` is agreed as well."""
         squares = [self.squares[name] for name in self._shared.order if name in self.squares]
-        return float(np.sqrt(sum(squares, 0.0)))
+        agreed = np.array([sum(squares, 0.0), float(not self.finite)])
+        everyone.all_reduce(agreed)
+        self.finite = agreed[1] == 0.0
+        return float(np.sqrt(agreed[0]))

@@ -75,7 +75,9 @@ class MasterAccess:
             if state is not None:
                 state.array[:] = 0
             for place in unit.layout.places:
-                self._store_values(unit, place, values(place.spec), weight, state)
+                spec = place.spec
+                numbers = values(spec) if spec.name else np.zeros(spec.size, np.float32)
+                self._store_values(unit, place, numbers, weight, state)
             for part, buffer, cold in (
                 ("weight", weight, unit.weight_on_nvme),
                 ("state", state, unit.state_on_nvme),
@@ -86,13 +88,14 @@ class MasterAccess:
     def sorted(self) -> Iterator[tuple[TensorSpec, np.ndarray]]:
         """(tensor, flat fp32 masters) by UTF-8 name and row; an array lives until the next."""
         wanted = [
-            (place.spec.name.encode(), place.spec.row0, unit, place)
+            (place.spec.name.encode(), *place.spec.position, unit, place)
             for unit in self._shared.units.values()
             for place in unit.layout.places
+            if place.spec.name
         ]
-        wanted.sort(key=lambda row: row[:2])
+        wanted.sort(key=lambda row: row[:4])
         loaded: UnitState | None = None
-        for _, _, unit, place in wanted:
+        for *_, unit, place in wanted:
             if unit is not loaded:
                 weight, state = self._blocks(unit)
                 self._read(unit, weight, state)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -12,6 +12,9 @@ from offload.blocks import UnitLayout
 from offload.nvme.store import NvmeStore
 from offload.pipeline import Lease
 from offload.placement import MemoryPlan
+from offload.sharing import Sharing
+from ops.comm.base import Communicator
+from ops.comm.single import SingleRank
 from ops.device import Backend
 from ops.kernels.pool import KernelPool, copy_flat
 from ops.kernels.reduce import accumulate
@@ -29,6 +32,8 @@ class EngineParts:
     `store` may be None when the plan puts nothing on nvme. `gradient_uses` counts the gradient
     stages of each unit in a layer-major step. `delay` is called with the lane's name before each
     transfer; `verify_leases` checksums a device copy at lease and release. Both serve tests.
+    `sharing` names the units that other ranks hold too, `everyone` all ranks, which agree on norm
+    and loss scale.
     """
 
     layouts: Sequence[UnitLayout]
@@ -43,6 +48,8 @@ class EngineParts:
     delay: Callable[[str], None] = _no_delay
     verify_leases: bool = False
     trace: Tracer = NO_TRACE
+    sharing: Mapping[str, Sharing] = field(default_factory=dict)
+    everyone: Communicator = field(default_factory=SingleRank)
 
 
 @dataclass(frozen=True)
@@ -80,7 +87,7 @@ class UnitUse:
         """Add the fp32 gradient of tensor `name` of one micro-batch; dropped for a frozen unit."""
         if self.total is None:
             return
-        for place in self.lease.unit.layout.places:
+        for place in self.lease.unit.layout.gathered.places:
             if place.spec.name == name:
                 target = self.total[place.start : place.start + place.spec.size]
                 source = np.ascontiguousarray(gradient, np.float32).reshape(-1)
@@ -95,4 +102,4 @@ class UnitUse:
     @property
     def complete(self) -> bool:
         """Whether every tensor of the unit has had a gradient."""
-        return len(self._filled) == len(self.lease.unit.layout.places)
+        return len(self._filled) == len(self.lease.unit.layout.gathered.places)

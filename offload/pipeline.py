@@ -4,6 +4,10 @@ One loop for overlapped and plain runs: with a window of zero nothing runs ahead
 does its own transfer. A transfer in progress is a state of its unit, so the same unit asked for
 twice is one transfer. Compute calls `enter`, `resolve`, `lease` and `release` from one thread; the
 mover thread works ahead of it. Neither ever holds the lock while it touches a store.
+
+A unit whose parts lie on several ranks is loaded by a collective (`offload/sharing.py` has the
+rules): in schedule order, one at a time; the mover gathers ahead into memory of its own, and stops
+where compute is about to do it.
 """
 
 from __future__ import annotations
@@ -21,12 +25,15 @@ from offload.nvme.store import NvmeStore
 from offload.policy import choose_victim
 from offload.residency import DeviceState, Shared, UnitState
 from offload.schedule import AccessSchedule
+from offload.sharing import Gathers
 from offload.stats import Stats
 from ops.checksum import checksum
 from ops.clock import seconds
 from ops.device import Backend
 from ops.kernels.pool import KernelPool
 from ops.trace import Tracer
+
+_ABANDON_SECONDS = 5.0
 
 
 class Updates(Protocol):
@@ -66,6 +73,7 @@ class WeightPipeline:
         pool: KernelPool,
         stats: Stats,
         window_bytes: int,
+        gathers: Gathers,
         delay: Callable[[str], None],
         verify_leases: bool,
         trace: Tracer,
@@ -78,6 +86,7 @@ class WeightPipeline:
         self._pool = pool
         self._stats = stats
         self._window_bytes = window_bytes
+        self._gathers = gathers
         self._delay = delay
         self._verify = verify_leases
         self._trace = trace
@@ -96,10 +105,16 @@ class WeightPipeline:
 
     # ---- compute's calls
 
-    def begin(self, schedule: AccessSchedule) -> None:
-        """Follow `schedule` from now on; what it does not expect leaves the window."""
+    def begin(self, schedule: AccessSchedule, agreed: bool = True) -> None:
+        """Follow `schedule` from now on; what it does not expect leaves the window.
+
+        Only an `agreed` schedule, which all ranks follow, is gathered for ahead of compute.
+        """
         with self._shared.changed:
             self._schedule = schedule
+            self._gathers.agreed = agreed
+            left = [x.name for x in self._shared.units.values() if x.is_ahead]
+            assert not left, f"{left} were gathered for a step that did not use them"
             expected = {name for _, name in schedule.upcoming()}
             for unit in self._shared.units.values():
                 unit.prefetched = unit.prefetched and unit.name in expected
@@ -118,7 +133,7 @@ class WeightPipeline:
                 unit = self._shared.units[name]
                 if unit.prefetched:
                     unit.prefetched = False
-                    self._stats.add(wrong_guess_bytes=unit.layout.device_nbytes)
+                    self._stats.add(wrong_guess_bytes=unit.device_nbytes)
             assert self.updates is not None
             for name in reversed(needed):  # each replay goes first in line
                 self.updates.before_lease(self._shared.units[name])
@@ -148,7 +163,8 @@ class WeightPipeline:
             self._load(unit)
         if not unit.device_tensors:
             assert unit.device is not None
-            unit.device_tensors = device_tensors(unit.layout, unit.device, self._backend)
+            whole = unit.layout.gathered
+            unit.device_tensors = device_tensors(whole, unit.device, self._backend)
         lease.weights = unit.device_tensors
         ended = seconds()
         self._stats.add(stall_seconds=ended - started)
@@ -158,7 +174,10 @@ class WeightPipeline:
         return lease
 
     def release(self, lease: Lease) -> None:
-        """End the lease; the device copy stays as a cache until something evicts it."""
+        """End the lease; the device copy stays as a cache until something evicts it.
+
+        A gathered copy does not: what this rank has and another lacks could not be agreed on.
+        """
         if lease.shadow is not None and lease.shadow != self._shadow(lease.unit):
             raise AssertionError(f"{lease.unit.name} was overwritten while leased")
         with self._shared.changed:
@@ -167,13 +186,19 @@ class WeightPipeline:
             if lease.accumulator is not None:
                 self._device.free(lease.accumulator)
                 lease.accumulator = None
+            if lease.unit.gathers:
+                self.drop_device(lease.unit)
             self._shared.changed.notify_all()
 
     def drop_device(self, unit: UnitState) -> None:
         """Drop the unit's device copy, which an update made stale (lock held)."""
         if unit.device_state is DeviceState.READY:
             assert unit.pins == 0 and unit.device is not None
-            self._device.free(unit.device)
+            if unit.is_ahead:
+                self._gathers.ahead.free(unit.device)
+                unit.is_ahead = False
+            else:
+                self._device.free(unit.device)
             unit.device = None
             unit.device_tensors = {}
             unit.device_state = DeviceState.NONE
@@ -181,9 +206,12 @@ class WeightPipeline:
             self._resident.discard(unit.name)
 
     def close(self) -> None:
-        """Stop the mover (the engine has set `closing`)."""
+        """Stop the mover (the engine has set `closing`).
+
+        After a failure the mover may be in a collective that some rank never enters: it is left.
+        """
         if self._mover is not None:
-            self._mover.join()
+            self._mover.join(_ABANDON_SECONDS if self._shared.failed else None)
 
     # ---- loading
 
@@ -194,7 +222,7 @@ class WeightPipeline:
             self._wait_for_others(unit)
             if gradient and lease.accumulator is None:
                 # May evict the unit's own copy, as the last resort; then it is loaded again.
-                nbytes = unit.layout.accumulator_nbytes
+                nbytes = unit.layout.gathered.accumulator_nbytes
                 lease.accumulator = self._demand_device(nbytes)
             if unit.device_state is DeviceState.READY:
                 if gradient and lease.accumulator is None:
@@ -205,12 +233,12 @@ class WeightPipeline:
                 self._wanted = None
                 self._shared.changed.notify_all()
                 return True
-            buffer = self._demand_device(unit.layout.device_nbytes)
+            buffer = self._demand_device(unit.device_nbytes)
             if buffer is None and lease.accumulator is not None:
                 # The accumulator lies in the middle of what is free: let the weights choose first.
                 self._device.free(lease.accumulator)
                 lease.accumulator = None
-                buffer = self._demand_device(unit.layout.device_nbytes)
+                buffer = self._demand_device(unit.device_nbytes)
             if buffer is None:
                 raise MemoryError(f"device arena: no room to lease {unit.name}")
             self._start_loading(unit, buffer)
@@ -273,13 +301,18 @@ class WeightPipeline:
         source = slot if slot is not None else unit.host_weight
         assert source is not None and unit.device is not None
         self._delay("h2d")
-        with self._trace.span("host to device", unit.name, bytes=unit.layout.device_nbytes):
-            upload(unit.layout, source, unit.device, self._pool)
-        self._stats.add(h2d_bytes=unit.layout.device_nbytes, transfers=1)
+        how = "gather" if unit.gathers else "host to device"
+        with self._trace.span(how, unit.name, bytes=unit.device_nbytes):
+            if unit.gathers:
+                self._gathers.gather(unit.layout, unit.name, source, unit.device)
+            else:
+                upload(unit.layout, source, unit.device, self._pool)
+        self._stats.add(h2d_bytes=unit.device_nbytes, transfers=1)
         with self._shared.changed:
             unit.device_state = DeviceState.READY
             unit.host_holds -= 1
-            self._resident.add(unit.name)
+            if not unit.gathers:
+                self._resident.add(unit.name)
             self._shared.changed.notify_all()
 
     # ---- device memory (lock held)
@@ -313,7 +346,7 @@ class WeightPipeline:
                     # A mover that loads again what is evicted here would make this endless.
                     self._starved = True
                     self._shared.wait()
-                elif wanted.evictable_device():
+                elif wanted.evictable_device() and not wanted.gathers:
                     self.drop_device(wanted)
                 else:
                     return None
@@ -321,7 +354,9 @@ class WeightPipeline:
             self._starved = False
 
     def _any_loading(self) -> bool:
-        return any(self._is_loading(unit) for unit in self._shared.units.values())
+        """Whether the mover is about to have memory that compute could evict."""
+        units = self._shared.units.values()
+        return any(self._is_loading(unit) and not unit.is_ahead for unit in units)
 
     # ---- the mover
 
@@ -359,22 +394,26 @@ class WeightPipeline:
         units = self._shared.units
         reads: list[tuple[UnitState, int]] = []
         window = self._window_bytes - sum(
-            unit.layout.device_nbytes for unit in units.values() if unit.prefetched
+            unit.device_nbytes for unit in units.values() if unit.prefetched
         )
+        gathers = self._gathers.in_order(self._schedule.first_unresolved(), self._wanted)
         for deadline, name in self._schedule.upcoming():
             unit = units[name]
             if unit.job is not None or unit.synced_step < self._shared.optimizer_step:
                 break
+            may_load = gathers.may_load(unit, deadline) if unit.gathers else True
             if unit.device_state is not DeviceState.NONE or name == self._wanted:
                 continue
             if not unit.prefetched:
-                window -= unit.layout.device_nbytes
+                window -= unit.device_nbytes
                 if window < 0:
                     break
             if unit.host_ready:
+                if not may_load:
+                    continue
                 if self._starved:
                     break
-                target = self._try_device(unit.layout.device_nbytes, deadline)
+                target = self._room_ahead(unit, deadline)
                 if target is None:
                     break
                 self._start_loading(unit, target)
@@ -389,6 +428,14 @@ class WeightPipeline:
                 unit.prefetched = True
                 reads.append((unit, deadline))
         return reads, None
+
+    def _room_ahead(self, unit: UnitState, deadline: int) -> Buffer | None:
+        """Device memory for a unit that compute does not wait for yet (lock held)."""
+        if not unit.gathers:
+            return self._try_device(unit.device_nbytes, deadline)
+        buffer = self._gathers.ahead.allocate(unit.device_nbytes)
+        unit.is_ahead = buffer is not None
+        return buffer
 
     # ---- checks for tests
 

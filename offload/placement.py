@@ -28,6 +28,7 @@ from dataclasses import dataclass, field
 
 from offload.blocks import UnitLayout
 from offload.config import OffloadConfig
+from offload.shards import staging_bytes
 from ops.units import format_bytes, round_up
 
 ALIGN_BYTES = 4096
@@ -84,6 +85,8 @@ class MemoryPlan:
     stream_bytes: int
     read_ahead_bytes: int
     workspace_bytes: int
+    staging_bytes: int
+    ahead_bytes: int
 
 
 def block_bytes(layout: UnitLayout, part: str) -> int:
@@ -130,6 +133,7 @@ def plan_memory(
     device_need = sum(term.nbytes for term in device_minimum)
     nvme_terms = _nvme_terms(sizes, host, config, speculative, resumed)
     window = min(config.window_bytes, max(config.device.capacity - device_need, 0))
+    ahead = window // ALIGN_BYTES * ALIGN_BYTES if _gathers(layouts) else 0
     device_terms = device_minimum
     if window:
         device_terms = (*device_minimum, Term("window", window, "offload.prefetch_buffer_size"))
@@ -147,7 +151,7 @@ def plan_memory(
     return MemoryPlan(
         tiers=tiers,
         components=_components(layouts, host, demands),
-        parameters=sum(x.size for x in layouts),
+        parameters=sum(x.num_parameters for x in layouts),
         state_bytes=_state_bytes(layouts),
         fits=not problems,
         problems=tuple(problems),
@@ -161,7 +165,13 @@ def plan_memory(
         stream_bytes=host.stream,
         read_ahead_bytes=host.read_ahead,
         workspace_bytes=demands.workspace_bytes,
+        staging_bytes=round_up(staging_bytes(layouts), ALIGN_BYTES),
+        ahead_bytes=ahead,
     )
+
+
+def _gathers(layouts: Sequence[UnitLayout]) -> bool:
+    return any(x.gathered is not x for x in layouts)
 
 
 @dataclass
@@ -317,14 +327,19 @@ def _choose_homes(
 
 
 def _device_minimum(layouts: Sequence[UnitLayout], demands: Demands) -> tuple[Term, ...]:
+    whole = [x.gathered for x in layouts]
     lease = max(
         round_up(x.device_nbytes, ALIGN_BYTES) + round_up(x.accumulator_nbytes, ALIGN_BYTES)
-        for x in layouts
+        for x in whole
     )
-    return (
+    terms = [
         Term("workspace", demands.workspace_bytes, "activations and temporaries of one stage"),
         Term("lease", lease, "the largest unit's weights and fp32 gradients"),
-    )
+    ]
+    staging = round_up(staging_bytes(layouts), ALIGN_BYTES)
+    if staging:
+        terms.append(Term("staging", staging, "16-bit weights of one unit being gathered"))
+    return tuple(terms)
 
 
 def _nvme_terms(

@@ -40,6 +40,8 @@ class UnitState:
     def __init__(self, layout: UnitLayout, plan: MemoryPlan) -> None:
         self.layout = layout
         self.name = layout.name
+        self.gathers = layout.gathered is not layout  # a lease is a collective
+        self.device_nbytes = layout.gathered.device_nbytes
         self.weight_on_nvme = plan.homes[layout.name, "weight"] == "nvme"
         self.state_on_nvme = plan.homes[layout.name, "state"] == "nvme"
         self.spills = layout.name in plan.spilled
@@ -62,6 +64,7 @@ class UnitState:
         self.device_tensors: dict[str, Any] = {}
         self.pins = 0
         self.prefetched = False
+        self.is_ahead = False  # `device` lies in the memory for gathers ahead of compute
         # Optimizer. `job` is an update or replay that may run now; `coming` the update of the
         # step in progress, whose reads may run ahead. `synced_step` is the optimizer step the unit
         # has reached, `version` the step whose content it has (they differ for what is never

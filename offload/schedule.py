@@ -74,6 +74,14 @@ class AccessSchedule:
                 if index > self.cursor or unit not in self._done:
                     yield index, unit
 
+    def first_unresolved(self) -> int:
+        """Index of the first stage to come whose units are not known yet, or NEVER."""
+        for index in range(max(self.cursor, 0), len(self.stages)):
+            group = self.stages[index].group
+            if group is not None and group not in self._resolved:
+                return index
+        return NEVER
+
     def next_use(self, unit: str) -> int:
         """Index of the next stage that may use `unit`, or NEVER."""
         places = self._places.get(unit, ())

@@ -10,6 +10,8 @@ Pure: no I/O, no communication.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from offload.blocks import TensorPlace, TensorSpec, UnitLayout, UnitSpec
 
 
@@ -68,4 +70,16 @@ def piece(tensor: TensorSpec, flat0: int, count: int) -> TensorSpec:
         replicas=tensor.replicas,
         piece_of=tensor,
         flat0=flat0,
+    )
+
+
+def staging_bytes(layouts: Iterable[UnitLayout]) -> int:
+    """Device bytes that gathering needs besides the unit: the largest 16-bit weight, as stored."""
+    return max(
+        (
+            2 * x.gathered.num_split
+            for x in layouts
+            if x.gathered is not x and x.weight_dtype == "bfloat16"
+        ),
+        default=0,
     )

@@ -28,6 +28,9 @@ from offload.nvme.store import NvmeStore
 from offload.parts import EngineParts, StepOutcome
 from offload.placement import Demands, MemoryPlan, plan_memory
 from offload.schedule import Stage
+from offload.shards import share_of
+from offload.sharing import Sharing
+from ops.comm.base import World
 from ops.device import NumpyBackend
 from ops.kernels.pool import KernelPool
 from ops.units import round_up
@@ -51,6 +54,12 @@ class Toy:
     overflow_steps: frozenset[int] = frozenset()
     frozen: frozenset[str] = frozenset()  # names of units
     workspace_bytes: int = 1 << 16
+    # Several ranks: each makes the gradients of its micro-batches; rank r has the experts e with
+    # e % expert_parallel == r % expert_parallel, and every unit is shared by all who have it.
+    ranks: int = 1
+    rank: int = 0
+    expert_parallel: int = 1
+    sharded: bool = True
 
     def units(self) -> list[UnitSpec]:
         """Units in forward order: embedding, layers with experts, norm."""
@@ -64,24 +73,46 @@ class Toy:
             dense = matrix(f"l{layer}.w", self.dense_size)
             router = matrix(f"l{layer}.router", 129, kept=True)
             units.append(UnitSpec(f"l{layer}", layer, None, (norm, dense, router)))
-            for expert in range(self.experts):
+            for expert in self.own_experts():
                 tensor = matrix(f"l{layer}.e{expert}.w", self.expert_size)
                 units.append(UnitSpec(f"l{layer}.e{expert}", layer, expert, (tensor,)))
         norm = TensorSpec("norm", (65,), True, False, None)
         units.append(UnitSpec("norm", self.layers, None, (norm,)))
         return units
 
+    def own_experts(self) -> list[int]:
+        """The experts of this rank."""
+        first = self.rank % self.expert_parallel
+        return list(range(first, self.experts, self.expert_parallel))
+
+    def shares(self, unit: UnitSpec) -> list[int]:
+        """The ranks that share a unit."""
+        if unit.expert is None:
+            return list(range(self.ranks))
+        return list(range(unit.expert % self.expert_parallel, self.ranks, self.expert_parallel))
+
     def layouts(self) -> list[UnitLayout]:
-        """Layouts of the units."""
-        return [
-            UnitLayout(
-                replace(unit, frozen=unit.name in self.frozen),
-                self.weight_dtype,
-                self.grad_dtype,
-                self.compute_dtype,
-            )
-            for unit in self.units()
-        ]
+        """Layouts of the units, or of this rank's share of each."""
+        return [self._layout(unit) for unit in self.units()]
+
+    def _layout(self, unit: UnitSpec) -> UnitLayout:
+        kinds = (self.weight_dtype, self.grad_dtype, self.compute_dtype)
+        unit = replace(unit, frozen=unit.name in self.frozen)
+        ranks = self.shares(unit)
+        if self.sharded:
+            return share_of(unit, *kinds, rank=ranks.index(self.rank), size=len(ranks))
+        tensors = tuple(replace(tensor, replicas=len(ranks)) for tensor in unit.tensors)
+        return share_of(replace(unit, tensors=tensors), *kinds)
+
+    def sharing(self, world: World) -> dict[str, Sharing]:
+        """The communicators of every unit; entered by all ranks."""
+        dense = [list(range(self.ranks))]
+        routed = [self.shares(UnitSpec("", 0, e, ())) for e in range(self.expert_parallel)]
+        dense_ranks, expert_ranks = (
+            Sharing(world.split(groups, f"{name} weights"), world.split(groups, f"{name} grads"))
+            for groups, name in ((dense, "dense"), (routed, "expert"))
+        )
+        return {u.name: dense_ranks if u.expert is None else expert_ranks for u in self.units()}
 
     def stages(self) -> list[Stage]:
         """The access schedule of a step; the embedding is used at both ends (tied)."""
@@ -95,14 +126,17 @@ class Toy:
     def _layers(self, kind: str, layers: range, gradient: bool) -> list[Stage]:
         stages = []
         for layer in layers:
-            experts = tuple(f"l{layer}.e{expert}" for expert in range(self.experts))
+            experts = tuple(f"l{layer}.e{expert}" for expert in self.own_experts())
             dense = Stage(f"{kind} l{layer}", (f"l{layer}",), None, gradient)
             routed = Stage(f"{kind} e{layer}", experts, f"experts {layer}", gradient)
             stages += [routed, dense] if gradient else [dense, routed]
         return stages
 
     def values(self, tensor: TensorSpec) -> np.ndarray:
-        """Initial values of a tensor."""
+        """Initial values of a tensor, or of a piece of one."""
+        if tensor.piece_of is not None:
+            whole = self.values(tensor.piece_of)
+            return whole[tensor.flat0 : tensor.flat0 + tensor.size]
         if tensor.init_std is None:
             return np.ones(tensor.size, np.float32)
         seed = zlib.crc32(tensor.name.encode())
@@ -131,7 +165,7 @@ def budgets(
 def toy_plan(toy: Toy, config: OffloadConfig, *, speculative: bool = False) -> MemoryPlan:
     """The plan of a toy under `config`."""
     layouts = toy.layouts()
-    sizes = {x.name: round_up(x.accumulator_nbytes, 4096) for x in layouts}
+    sizes = {x.name: round_up(x.gathered.accumulator_nbytes, 4096) for x in layouts}
     uses = {stage.units[0]: 1 for stage in toy.stages()} | {"embed": 2}
     demands = Demands(
         activation_bytes(ACTIVATIONS), accumulator_bytes(uses, sizes, False), toy.workspace_bytes
@@ -200,7 +234,7 @@ class ToyRun:
         loss = self._visit("fwd embed", "embed", 0)
         for layer in range(toy.layers):
             loss = self._visit(f"fwd l{layer}", f"l{layer}", loss)
-            needed = toy.needed(number, layer)
+            needed = self._needed(number, layer)
             engine.resolve(f"experts {layer}", [f"l{layer}.e{e}" for e in needed])
             engine.enter(f"fwd e{layer}")
             for expert in needed:
@@ -210,7 +244,7 @@ class ToyRun:
         loss = self._visit("bwd norm", "norm", loss, number)
         for layer in range(toy.layers - 1, -1, -1):
             engine.enter(f"bwd e{layer}")
-            for expert in toy.needed(number, layer):
+            for expert in self._needed(number, layer):
                 loss = self._lease(f"l{layer}.e{expert}", loss, number)
             loss = self._visit(f"bwd l{layer}", f"l{layer}", loss, number)
         loss = self._visit("bwd embed", "embed", loss, number, use=1)
@@ -220,16 +254,21 @@ class ToyRun:
     def evaluate(self) -> int:
         """A forward pass over all experts, outside training."""
         self.engine.drain()
-        self.engine.begin(self.toy.stages(), training=False)
+        forward = [stage for stage in self.toy.stages() if stage.name.startswith("fwd")]
+        self.engine.begin(forward, training=False)
         loss = self._visit("fwd embed", "embed", 0)
         for layer in range(self.toy.layers):
             loss = self._visit(f"fwd l{layer}", f"l{layer}", loss)
-            names = [f"l{layer}.e{expert}" for expert in range(self.toy.experts)]
+            names = [f"l{layer}.e{expert}" for expert in self.toy.own_experts()]
             self.engine.resolve(f"experts {layer}", names)
             self.engine.enter(f"fwd e{layer}")
             for name in names:
                 loss = self._lease(name, loss)
-        return loss
+        return self._visit("fwd norm", "norm", loss)
+
+    def _needed(self, number: int, layer: int) -> list[int]:
+        own = self.toy.own_experts()
+        return [expert for expert in self.toy.needed(number, layer) if expert in own]
 
     def _visit(
         self, stage: str, unit: str, loss: int, number: int | None = None, use: int = 0
@@ -244,10 +283,16 @@ class ToyRun:
                 array = np.asarray(weight)
                 loss = zlib.crc32(array.tobytes(), loss)
                 if number is not None and trained:
-                    for micro in range(self.toy.micro_batches):
+                    for micro in self._micro_batches(unit):
                         grad = self._gradient(name, array, number, micro + 10 * use)
                         held.add(name, grad)
         return loss
+
+    def _micro_batches(self, unit: str) -> range:
+        """The micro-batches whose gradients of a unit this rank makes."""
+        spec = self.engine._shared.units[unit].layout.gathered.unit
+        ranks = self.toy.shares(spec)
+        return range(ranks.index(self.toy.rank), self.toy.micro_batches, len(ranks))
 
     def _gradient(self, name: str, weight: np.ndarray, number: int, part: int) -> np.ndarray:
         seed = zlib.crc32(f"{name}/{number}/{part}".encode())
@@ -277,7 +322,9 @@ class ToyRun:
             permanent = sum(spec.copies for spec in ACTIVATIONS) + 2  # the tied unit's two uses
             assert engine.host.num_buffers == permanent + sum(x is not None for x in owned)
             on_device = sum(unit.device is not None for unit in units)
-            assert engine.device.num_buffers == on_device
+            plan = engine._parts.plan
+            extra = (plan.staging_bytes > 0) + (plan.ahead_bytes > 0)  # they last
+            assert engine.device.num_buffers == on_device + extra
 
     def digest(self) -> int:
         """Checksum of all masters."""
