@@ -1,4 +1,4 @@
-"""The command line: `headrace train | plan | config | data | store`, also `python -m launch`.
+"""The command line `headrace train | launch | plan | config | data | store`, or `python -m launch`.
 
 Commands import what they need when they run, so that `plan` and `config` work without MindSpore
 and `train` can check and set the environment first. A HeadraceError becomes one sentence on
@@ -19,6 +19,7 @@ from typing import Annotated, Optional
 import typer
 
 from launch.config import RunConfig, load_config
+from launch.ranks import rank_prefix
 from ops.errors import ConfigError, HeadraceError
 
 app = typer.Typer(
@@ -127,6 +128,36 @@ def _train(
         run_training(config, directory, steps, observer, stop, trace, resume)
 
 
+@app.command("launch", context_settings={"allow_interspersed_args": False})
+def launch_ranks(
+    num_ranks: Annotated[int, typer.Option("-n", "--num-ranks", min=1, help="Ranks in all.")],
+    arguments: Annotated[
+        list[str], typer.Argument(metavar="train CONFIG ...", help="What every rank runs.")
+    ],
+    hostfile: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option("--hostfile", metavar="FILE", help="Lines `HOST slots=N`; default: here."),
+    ] = None,
+    launcher: Annotated[
+        str, typer.Option("--launcher", help="auto, mpirun or msrun; auto: msrun on Ascend.")
+    ] = "auto",
+    log_dir: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option("--log-dir", help="Default RUN_DIR/logs/TIME or launch-logs/TIME."),
+    ] = None,
+    node_rank: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option("--node-rank", min=0, help="msrun: which of several machines this is."),
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print the command.")] = False,
+) -> None:
+    """Train on many ranks. Exit: as of `train`, of the rank that failed first."""
+    from launch.launch_command import LaunchOptions, launch
+
+    options = LaunchOptions(num_ranks, hostfile, launcher, log_dir, node_rank, dry_run)
+    raise typer.Exit(launch(options, arguments))
+
+
 @app.command()
 def plan(
     source: ConfigArgument,
@@ -186,11 +217,22 @@ def _forward(context: typer.Context, name: str, command: typer.Typer) -> None:
 
 
 def main() -> None:
-    """Run the command line and exit with the contract's status."""
+    """Run the command line and exit with the contract's status.
+
+    Of several ranks, each begins what it says of its failure with its number.
+    """
     try:
         app()
     except HeadraceError as error:
         if os.environ.get("HEADRACE_TRACEBACK") == "1":
             traceback.print_exc()
-        print(f"headrace: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"{rank_prefix()}headrace: {' '.join(str(error).split())}", file=sys.stderr)
         sys.exit(error.exit_code)
+    except Exception as error:
+        prefix = rank_prefix()
+        if not prefix:
+            raise
+        first = f"{prefix}{type(error).__name__}: {error}".splitlines()[0]
+        # One write, so that lines of other ranks do not come between.
+        sys.stderr.write(f"{first}\n{traceback.format_exc()}")
+        sys.exit(1)

@@ -96,6 +96,18 @@ def is_scheduler(environment: Mapping[str, str] = os.environ) -> bool:
     return environment.get("MS_ROLE") == "MS_SCHED"
 
 
+def rank_prefix(environment: Mapping[str, str] = os.environ) -> str:
+    """`[rank 7] ` before what this rank says to a terminal that all share; empty for a single one.
+
+    Never raises: an environment that `detect_ranks` refuses gives none.
+    """
+    try:
+        ranks = detect_ranks(environment)
+    except ConfigError:
+        return ""
+    return f"[rank {ranks.rank}] " if ranks.size > 1 else ""
+
+
 def _of_mpirun(
     environment: Mapping[str, str], rank: str, size: str, local_rank: str, local_size: str
 ) -> RankEnvironment:

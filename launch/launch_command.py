@@ -1,0 +1,150 @@
+"""`headrace launch -n N ... train CONFIG ...`: starts a command on many ranks, watches over it."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import socket
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from launch.hostfile import Host, place, read_hostfile
+from launch.launcher.command import Launch, mpirun_command, msrun_command, program_of
+from launch.launcher.job import DEFAULT_PATIENCE, Job, Patience
+from launch.launcher.logs import LogDirectory, default_directory
+from launch.launcher.tools import choose_launcher, find_mpirun, find_msrun
+from ops.errors import ConfigError
+
+COMMANDS = ("train",)
+MASTER_PORT = 8118  # msrun's own default; one machine takes a free port instead
+
+
+@dataclass(frozen=True)
+class LaunchOptions:
+    """What the command line says; `node_rank` is for msrun on several machines only."""
+
+    num_ranks: int
+    hostfile: Path | None = None
+    launcher: str = "auto"
+    log_dir: Path | None = None
+    node_rank: int | None = None
+    dry_run: bool = False
+
+
+def launch(
+    options: LaunchOptions,
+    arguments: Sequence[str],
+    *,
+    program: Sequence[str] | None = None,
+    grace_seconds: float = Launch.grace_seconds,
+    patience: Patience = DEFAULT_PATIENCE,
+) -> int:
+    """Start `headrace ARGUMENTS` on every rank; returns the exit status of the run.
+
+    `program` is started instead where tests want another. Blocks until all ranks have ended.
+    Raises ConfigError when the start is refused, before anything runs.
+    """
+    if program is None:
+        _check_arguments(arguments)
+    run_dir = _run_dir(arguments)
+    log_dir = options.log_dir or default_directory(run_dir)
+    hosts: tuple[Host, ...] = ()
+    if options.hostfile is not None:
+        hosts = place(read_hostfile(options.hostfile), options.num_ranks, str(options.hostfile))
+    what = Launch(
+        num_ranks=options.num_ranks,
+        program=tuple(program or program_of(arguments)),
+        log_dir=log_dir.resolve(),
+        num_cores=len(os.sched_getaffinity(0)),
+        hosts=hosts,
+        hostfile=options.hostfile,
+        grace_seconds=grace_seconds,
+    )
+    launcher = choose_launcher(options.launcher)
+    if launcher == "mpirun":
+        if options.node_rank is not None:
+            raise ConfigError("--node-rank is for --launcher msrun: mpirun starts all machines.")
+        command = mpirun_command(what, find_mpirun(), os.environ, is_root=os.geteuid() == 0)
+    else:
+        command = _msrun(options, what, arguments)
+    print(f"starting {_counted(what)}:\n  {shlex.join(command)}\nlogs of all ranks: {log_dir}")
+    if options.dry_run:
+        return 0
+    sys.stdout.flush()
+    logs = LogDirectory(what.log_dir)
+    try:
+        logs.prepare()
+    except OSError as error:
+        raise ConfigError(f"--log-dir {log_dir} cannot be written: {error.strerror}.") from None
+    return Job(launcher, command, logs, sys.stdout.buffer, sys.stderr, patience).run()
+
+
+def _check_arguments(arguments: Sequence[str]) -> None:
+    if not arguments or arguments[0] not in COMMANDS:
+        found = shlex.join(arguments[:1]) or "nothing"
+        raise ConfigError(
+            f"headrace launch cannot start {found} on many ranks: allowed after its own options "
+            f"is {' or '.join(COMMANDS)}, followed by that command's arguments."
+        )
+
+
+def _run_dir(arguments: Sequence[str]) -> Path | None:
+    for argument, following in zip(arguments, [*arguments[1:], ""]):
+        if argument == "--run-dir" and following:
+            return Path(following)
+        if argument.startswith("--run-dir="):
+            return Path(argument.partition("=")[2])
+    return None
+
+
+def _msrun(options: LaunchOptions, what: Launch, arguments: Sequence[str]) -> list[str]:
+    """The msrun command of this machine.
+
+    Where there are several machines and --node-rank does not say which this one is, raises
+    ConfigError after printing what to start on each.
+    """
+    msrun = find_msrun()
+    if len(what.hosts) <= 1:
+        if options.node_rank not in (None, 0):
+            raise ConfigError(
+                f"--node-rank {options.node_rank}: -n {what.num_ranks} needs one machine; "
+                "allowed is 0."
+            )
+        return msrun_command(what, msrun, 0, _free_port(), os.environ)
+    if options.node_rank is not None:
+        if not 0 <= options.node_rank < len(what.hosts):
+            raise ConfigError(
+                f"--node-rank {options.node_rank}: {options.hostfile} gives {len(what.hosts)} "
+                f"machines to -n {what.num_ranks}: allowed is 0 to {len(what.hosts) - 1}."
+            )
+        return msrun_command(what, msrun, options.node_rank, MASTER_PORT, os.environ)
+    msrun_command(what, msrun, 0, MASTER_PORT, os.environ)  # refuses uneven machines first
+    own = ["headrace", "launch", "-n", str(options.num_ranks), "--launcher", "msrun"]
+    own += ["--hostfile", str(options.hostfile)]
+    if options.log_dir is not None:
+        own += ["--log-dir", str(options.log_dir)]
+    for node_rank, host in enumerate(what.hosts):
+        line = shlex.join([*own, "--node-rank", str(node_rank), *arguments])
+        print(f"on {host.name}:\n  {line}")
+    raise ConfigError(
+        f"msrun starts only the ranks of its own machine, and {options.hostfile} gives "
+        f"{len(what.hosts)} machines to -n {what.num_ranks}: start the command printed for each "
+        "machine there, within 10 minutes (or use --launcher mpirun, which starts them all)."
+    )
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _counted(what: Launch) -> str:
+    ranks = f"{what.num_ranks} rank{'s' if what.num_ranks > 1 else ''}"
+    cores = f"{what.threads} thread{'s' if what.threads > 1 else ''} each"
+    if len(what.hosts) > 1:
+        return f"{ranks} on {len(what.hosts)} machines, {cores}"
+    shared = f" ({what.num_cores} cores are shared)" if what.crowded else ""
+    return f"{ranks}, {cores}{shared}"

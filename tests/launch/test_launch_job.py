@@ -1,0 +1,259 @@
+"""Real ranks under real launchers: what is shown, how failures and signals end them all.
+
+Every rank but the one that fails would go on for two minutes, so a test that ends at all has shown
+that they were stopped; how long a launch may take is bounded by `LIMIT_SECONDS`.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from launch.launcher.logs import LogDirectory, RankExit, last_lines
+from tests.launch.helpers import ROOT
+
+LIMIT_SECONDS = 60
+
+# Started by the tests in a process of its own, because it takes over signals.
+LAUNCH = """
+import sys
+from pathlib import Path
+from launch.launch_command import LaunchOptions, launch
+from launch.launcher.job import Patience
+launcher, log_dir, grace, program = sys.argv[1:]
+options = LaunchOptions(4, launcher=launcher, log_dir=Path(log_dir))
+patience = Patience(end_seconds=20, kill_seconds=1)
+command = [sys.executable, "-c", program]
+seconds = float(grace)
+raise SystemExit(launch(options, [], program=command, grace_seconds=seconds, patience=patience))
+"""
+PROGRAM = """
+import os, signal, sys, threading
+from launch.ranks import detect_ranks, is_scheduler
+if is_scheduler():
+    sys.exit()
+rank = detect_ranks().rank
+def say(text):
+    print(f"rank {rank}: {text}", flush=True)
+def go_on():
+    threading.Event().wait(120)
+"""
+
+
+class Launched:
+    """`headrace launch` of a program on 4 ranks, and what it leaves in `logs`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / "logs"
+        self.logs = LogDirectory(self.path)
+        self.process: subprocess.Popen[str] | None = None
+
+    def start(
+        self, program: str, launcher: str = "mpirun", grace_seconds: float = 0.2
+    ) -> subprocess.Popen[str]:
+        code = PROGRAM + textwrap.dedent(program)
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", LAUNCH, launcher, str(self.path), str(grace_seconds), code],
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        return self.process
+
+    def end(self) -> tuple[int, str, str]:
+        """Exit status, stdout, stderr; and no process of the launch is left."""
+        assert self.process is not None
+        out, err = self.process.communicate(timeout=LIMIT_SECONDS)
+        assert not self.left()
+        return self.process.returncode, out, err
+
+    def left(self) -> list[psutil.Process]:
+        """Processes of this launch that still run, half a minute after they should not."""
+        alive = [
+            process
+            for process in psutil.process_iter()
+            if process.pid != os.getpid() and str(self.path) in _arguments(process)
+        ]
+        return psutil.wait_procs(alive, timeout=30)[1]
+
+    def wait_for(self, line: str) -> None:
+        """Read stdout until `line`."""
+        assert self.process is not None and self.process.stdout is not None
+        for found in self.process.stdout:
+            if found == f"{line}\n":
+                return
+        raise AssertionError(f"the launch ended without saying {line!r}")
+
+
+def _arguments(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:
+        return ""
+
+
+@pytest.fixture
+def launched(tmp_path: Path) -> Iterator[Launched]:
+    launch = Launched(tmp_path)
+    yield launch
+    if launch.process is not None and launch.process.poll() is None:
+        launch.process.kill()
+        launch.process.communicate()
+
+
+def test_rank_0_is_shown_and_every_rank_has_a_log(launched: Launched) -> None:
+    launched.start('say(os.environ["OMP_NUM_THREADS"]); print("from", rank, file=sys.stderr)')
+    status, out, err = launched.end()
+    threads = max(1, len(os.sched_getaffinity(0)) // 4)
+    assert (status, err) == (0, "")
+    assert out.endswith(f"rank 0: {threads}\nfrom 0\n") and "rank 1" not in out
+    for rank in range(4):
+        text = launched.logs.rank_log(rank).read_text()
+        assert text == f"rank {rank}: {threads}\nfrom {rank}\n"
+    assert [exit.status for exit in launched.logs.exits()] == [0] * 4
+
+
+@pytest.mark.parametrize(
+    ("how", "status", "said", "line"),
+    [
+        ("raise OSError('no more room')", 1, "failed with exit status 1", "OSError: no more room"),
+        ("sys.exit(3)", 3, "failed with exit status 3", "rank 2: about to fail"),
+        ("os.kill(os.getpid(), 9)", 137, "was ended by SIGKILL", "rank 2: about to fail"),
+    ],
+)
+def test_a_failing_rank_ends_all_and_shows_its_last_lines(
+    launched: Launched, how: str, status: int, said: str, line: str
+) -> None:
+    launched.start(f"""
+        if rank == 2:
+            say("about to fail")
+            {how}
+        go_on()
+    """)
+    found, _, err = launched.end()
+    assert found == status
+    assert f"rank 2 {said}; the end of {launched.logs.rank_log(2)}:\n" in err
+    assert f"  | {line}\n" in err
+    assert "[rank " not in err  # the others did not fail, they were ended
+
+
+def test_a_rank_that_hangs_is_killed_when_others_fail(launched: Launched) -> None:
+    """It does not even listen to SIGTERM."""
+    launched.start(
+        """
+        if rank == 2:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            go_on()
+        print(f"[rank {rank}] headrace: lost rank 2", flush=True)
+        sys.exit(4)
+    """,
+        grace_seconds=2,
+    )
+    status, _, err = launched.end()
+    failed = [exit.rank for exit in launched.logs.exits() if exit.failed]
+    assert status == 4 and failed and 2 not in failed
+    assert f"rank {failed[0]} failed with exit status 4; the end of" in err
+    assert [line for line in err.splitlines() if line.startswith("[rank ")] == [
+        f"[rank {rank}] failed with exit status 4: headrace: lost rank 2" for rank in failed[1:]
+    ]
+
+
+# Every rank says so in a file once it listens to signals; rank 0 waits for the others' files.
+STOPPABLE = """
+from pathlib import Path
+from launch.signals import stop_on_signals
+stop = threading.Event()
+log = Path(os.readlink("/proc/self/fd/1"))
+with stop_on_signals(stop):
+    log.with_suffix(".listens").touch()
+    while rank == 0 and len(list(log.parent.glob("*.listens"))) < 4:
+        threading.Event().wait(0.01)
+    print("ready", flush=True)
+    stop.wait(120)
+    print("stopped", flush=True)
+    {after}
+sys.exit(130)
+"""
+
+
+def test_ctrl_c_stops_every_rank_as_it_would_a_single_run(launched: Launched) -> None:
+    process = launched.start(STOPPABLE.format(after=""))
+    launched.wait_for("ready")
+    process.send_signal(signal.SIGINT)
+    status, _, err = launched.end()
+    assert status == 130
+    assert "stopping every rank after its step" in err and "failed" not in err
+    for rank in range(4):
+        assert last_lines(launched.logs.rank_log(rank))[-1] == "stopped"
+    assert [(exit.status, exit.told) for exit in launched.logs.exits()] == [(130, False)] * 4
+
+
+def test_a_second_signal_stops_them_at_once(launched: Launched) -> None:
+    process = launched.start(STOPPABLE.format(after="go_on()"))
+    launched.wait_for("ready")
+    process.send_signal(signal.SIGINT)
+    launched.wait_for("stopped")
+    process.send_signal(signal.SIGINT)
+    status, _, err = launched.end()
+    assert (status, "failed" in err) == (130, False)
+
+
+def test_ranks_end_with_a_launch_that_is_killed(launched: Launched) -> None:
+    process = launched.start('say("ready"); go_on()')
+    launched.wait_for("rank 0: ready")
+    process.kill()
+    assert launched.end()[0] == -signal.SIGKILL
+
+
+def test_under_msrun_too_signals_reach_ranks_and_a_failing_rank_ends_all(
+    launched: Launched,
+) -> None:
+    fail_or_hang = """
+    if rank == 2:
+        sys.exit("rank 2 is lost")
+    go_on()
+    """
+    process = launched.start(STOPPABLE.format(after=fail_or_hang.strip()), "msrun")
+    launched.wait_for("ready")
+    process.send_signal(signal.SIGTERM)
+    status, out, err = launched.end()
+    assert status == 1 and "stopped" in out
+    assert "rank 2 failed with exit status 1" in err and "  | rank 2 is lost\n" in err
+
+
+def test_without_a_record_of_the_rank_the_launcher_itself_is_quoted(launched: Launched) -> None:
+    """The kernel may take the rank's runner, too, when memory is short."""
+    launched.start("os.kill(os.getppid(), 9) if rank == 1 else go_on()")
+    status, _, err = launched.end()
+    assert status == 137
+    assert "mpirun ended with exit status 137; its last lines:\n  | " in err
+
+
+def test_records_are_read_in_the_order_of_time_and_damage_is_passed_over(tmp_path: Path) -> None:
+    logs = LogDirectory(tmp_path / "logs")
+    logs.prepare()
+    late, early = RankExit(0, 1, 20, False), RankExit(3, 3, 10, False)
+    logs.write_exit(late)
+    logs.write_exit(early)
+    (logs.path / "exits" / "00001.json").write_text('{"status":')
+    assert logs.exits() == [early, late] and logs.num_exits() == 3
+    logs.rank_log(0).write_text("old")
+    logs.prepare()
+    assert logs.exits() == [] and not logs.rank_log(0).exists()
+
+
+def test_only_a_rank_that_obeyed_is_no_failure() -> None:
+    assert not RankExit(0, 143, 0, told=True).failed
+    assert not RankExit(0, 0, 0, told=False).failed
+    assert RankExit(0, 3, 0, told=True).failed  # it failed just before it was told
+    assert RankExit(0, 137, 0, told=False).failed
