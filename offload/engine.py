@@ -126,6 +126,10 @@ class OffloadEngine:
         """Set every master to `values(tensor)` (fp32, flat) and every moment to zero."""
         self._masters.initialize(values)
 
+    def tensors(self) -> list[TensorSpec]:
+        """The tensors, or pieces of them, that this rank stores, in the order of `masters`."""
+        return self._masters.tensors()
+
     def masters(self) -> Iterator[tuple[TensorSpec, np.ndarray]]:
         """(tensor, flat fp32 masters), sorted by name as UTF-8, then row; drains first.
 

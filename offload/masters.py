@@ -85,8 +85,11 @@ class MasterAccess:
                 if cold and buffer is not None:
                     self._transfer(unit, part, buffer, write=True)
 
-    def sorted(self) -> Iterator[tuple[TensorSpec, np.ndarray]]:
-        """(tensor, flat fp32 masters) by UTF-8 name and row; an array lives until the next."""
+    def tensors(self) -> list[TensorSpec]:
+        """The tensors, or pieces of them, in the order of `sorted`."""
+        return [place.spec for _, place in self._places()]
+
+    def _places(self) -> list[tuple[UnitState, TensorPlace]]:
         wanted = [
             (place.spec.name.encode(), *place.spec.position, unit, place)
             for unit in self._shared.units.values()
@@ -94,8 +97,12 @@ class MasterAccess:
             if place.spec.name
         ]
         wanted.sort(key=lambda row: row[:4])
+        return [(unit, place) for *_, unit, place in wanted]
+
+    def sorted(self) -> Iterator[tuple[TensorSpec, np.ndarray]]:
+        """(tensor, flat fp32 masters) by UTF-8 name and row; an array lives until the next."""
         loaded: UnitState | None = None
-        for *_, unit, place in wanted:
+        for unit, place in self._places():
             if unit is not loaded:
                 weight, state = self._blocks(unit)
                 self._read(unit, weight, state)
