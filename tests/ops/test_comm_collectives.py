@@ -104,5 +104,5 @@ def test_stats_add_up() -> None:
     stats.add("send", 5, 0.25)
     stats.add("barrier", 0, 1.0)
     assert list(stats.snapshot()) == ["barrier", "send"]
-    assert stats.snapshot()["send"] == type(before["send"])(2, 15, 0.75)
-    assert before["send"].calls == 1 and stats.seconds() == 1.75
+    assert stats.snapshot()["send"] == type(before["send"])(2, 15, 0.75, 0.75)
+    assert before["send"].calls == 1 and stats.seconds() == stats.waited_seconds() == 1.75
