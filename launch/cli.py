@@ -79,8 +79,11 @@ def train(
 ) -> None:
     """Train a model. Exit: 0 done, 2 refused, 3 storage fault, 4 numeric alarm, 130 stopped."""
     from launch import environment
+    from launch.ranks import detect_ranks
+    from moe.mesh_check import check_num_ranks
 
     config = load_config(source, overrides or ())
+    check_num_ranks(config.parallel, detect_ranks().size)
     if steps is not None and steps > config.train.steps:
         raise ConfigError(
             f"--steps {steps} is more than train.steps = {config.train.steps}: it can only stop "

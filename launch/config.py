@@ -1,7 +1,7 @@
 """The configuration of a run: one frozen dataclass composed from YAML and `--set` overrides.
 
-Each section is validated by the class that owns it; here stand only the sections that belong to
-no lower layer (`parallel`, `runtime`) and the checks that span sections. What this file does not
+Each section is validated by the class that owns it; here stand only the section that belongs to
+no lower layer (`runtime`) and the checks that span sections. What this file does not
 know: whether the run fits its budgets (`launch/plan.py`) and whether its files exist.
 """
 
@@ -22,6 +22,8 @@ import yaml
 from launch.compose import apply_overrides, compose, parse_mapping
 from moe.config import ModelConfig, TrainConfig
 from moe.data.config import DataConfig
+from moe.mesh import ParallelConfig, global_batch_sequences
+from moe.mesh_check import check_mesh
 from offload.config import LossScaleConfig, OffloadConfig, OptimizerConfig, TierConfig
 from ops.errors import ConfigError
 from ops.validate import check_choice, check_int, refuse
@@ -36,23 +38,6 @@ SIZE_KEYS = frozenset(
     }
 )
 _NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
-
-
-@dataclass(frozen=True)
-class ParallelConfig:
-    """How the model is divided over ranks; this version trains on one rank."""
-
-    pipeline_stage: int = 1
-    data_parallel: int = 1
-    model_parallel: int = 1
-    expert_parallel: int = 1
-
-    def __post_init__(self) -> None:
-        for item in dataclasses.fields(self):
-            value = getattr(self, item.name)
-            if isinstance(value, bool) or value != 1:
-                allowed = "this version trains on one rank, so allowed is 1"
-                raise refuse(f"parallel.{item.name}", value, allowed)
 
 
 @dataclass(frozen=True)
@@ -111,6 +96,12 @@ class RunConfig:
                 f"offload.replay_lag_max = {offload.replay_lag_max} has no effect unless "
                 f"offload.idle_expert_policy is replay, which is {offload.idle_expert_policy}."
             )
+        check_mesh(self.parallel, self.model, train)
+
+    @property
+    def global_batch_sequences(self) -> int:
+        """Sequences of one optimizer step over all ranks."""
+        return global_batch_sequences(self.parallel, self.train)
 
     @staticmethod
     def from_dict(mapping: dict[str, Any]) -> RunConfig:

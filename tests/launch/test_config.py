@@ -94,7 +94,14 @@ def test_overrides_change_the_preset() -> None:
         ("offload.keep_in_store=0", "offload.keep_in_store = 0 is not possible"),
         ("offload.nvme.path=[]", "allowed is the path of a directory, or a list of such paths"),
         ("offload.nvme.path=[a, a]", "allowed is each directory once"),
-        ("parallel.data_parallel=2", "this version trains on one rank, so allowed is 1"),
+        ("parallel.data_parallel=0", "parallel.data_parallel = 0 is not possible"),
+        ("parallel.model_parallel=8", "model.vocab_size = 260; allowed are 1, 2, 4."),
+        ("parallel.pipeline_stage=2", "model.num_hidden_layers = 3; allowed are 1, 3 with"),
+        (
+            "parallel.pipeline_layers=2",
+            "parallel.pipeline_layers = 2 is not possible: allowed is a",
+        ),
+        ("parallel.use_seq_parallel=true", "no effect with parallel.model_parallel = 1"),
         ("parallel.tensor_parallel=1", "parallel.tensor_parallel is not a configuration key"),
         ("runtime.onednn_fpmath=fp16", "allowed is strict, bf16"),
         ("runtime.threads=-1", "runtime.threads = -1 is not possible"),
@@ -109,6 +116,21 @@ def test_bad_input_is_refused_with_key_value_and_what_is_allowed(
         load_config("tiny-moe", [override])
     assert message in str(caught.value)
     assert caught.value.exit_code == 2
+
+
+def test_a_mesh_is_read_from_the_configuration_and_multiplies_the_batch() -> None:
+    config = load_config(
+        "tiny-moe",
+        [
+            "parallel={pipeline_stage: 2, pipeline_layers: [1, 2]}",
+            "parallel.data_parallel=4",
+            "parallel.model_parallel=2",
+            "parallel.expert_parallel=2",
+        ],
+    )
+    assert config.parallel.num_ranks == 16
+    assert config.global_batch_sequences == 4 * config.train.batch_sequences
+    assert RunConfig.from_dict(parse_mapping(config.to_yaml(), "t")) == config
 
 
 def test_a_key_without_effect_is_refused() -> None:

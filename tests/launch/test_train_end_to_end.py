@@ -242,7 +242,8 @@ def test_a_storage_fault_is_exit_3_and_names_the_file(tmp_path, kind, verb, at_o
             "180000",
         ),
         (["train.stepz=3"], "did you mean"),
-        (["parallel.data_parallel=2"], "one rank"),
+        (["parallel.data_parallel=2"], "1 * 2 * 1 = 2 ranks, but 1 is running"),
+        (["parallel.model_parallel=3"], "parallel.model_parallel = 3 is not possible"),
         (["offload.durability=always"], "offload.durability"),
     ],
 )
