@@ -1,4 +1,4 @@
-"""Bytes a step needs besides its units: activations, accumulators, device workspace. Pure.
+"""The layouts of a rank's units, and the bytes a step needs besides them. Pure.
 
 The plan and the run call the same functions, so what is planned is what is taken.
 """
@@ -8,23 +8,26 @@ from __future__ import annotations
 from dataclasses import replace
 
 from moe.config import ModelConfig, TrainConfig
-from moe.params import build_units, frozen_units, slice_rows
+from moe.mesh import Share
+from moe.params import build_units, frozen_units, rank_slice_rows, unit_names
 from moe.schedule import chunk_micro_batches, gradient_uses
 from offload.activations import ActivationSpec, activation_bytes
-from offload.blocks import UnitLayout
+from offload.blocks import UnitLayout, UnitSpec
 from offload.gradients import accumulator_bytes
 from offload.placement import Demands
+from offload.shards import share_of
 from ops.nn.dims import StageDims
 from ops.nn.workspace import STAGES, workspace_bytes
 from ops.units import round_up
 
 
-def stage_dims(model: ModelConfig, train: TrainConfig) -> StageDims:
-    """The shapes of the stage functions of this model and batch."""
+def stage_dims(model: ModelConfig, train: TrainConfig, share: Share | None = None) -> StageDims:
+    """The shapes of the stage functions of this model and batch on one rank."""
+    op = share.op_size if share else 1
     return StageDims(
         hidden_size=model.hidden_size,
-        num_heads=model.num_attention_heads,
-        num_kv_heads=model.num_key_value_heads,
+        num_heads=model.num_attention_heads // op,
+        num_kv_heads=model.num_key_value_heads // op,
         head_dim=model.head_dim,
         num_experts=model.num_experts,
         num_experts_per_tok=model.num_experts_per_tok,
@@ -36,23 +39,37 @@ def stage_dims(model: ModelConfig, train: TrainConfig) -> StageDims:
     )
 
 
-def layouts_of(model: ModelConfig, train: TrainConfig, decay_norms: bool) -> list[UnitLayout]:
-    """The layout of every unit, in forward order."""
-    units = build_units(model, decay_norms)
-    frozen = frozen_units([unit.name for unit in units], train.freeze)
-    return [
-        UnitLayout(
-            replace(unit, frozen=unit.name in frozen),
-            train.weight_dtype,
-            train.grad_dtype,
-            train.compute_dtype,
-        )
-        for unit in units
-    ]
+def layouts_of(
+    model: ModelConfig, train: TrainConfig, decay_norms: bool, share: Share | None = None
+) -> list[UnitLayout]:
+    """The layout of every unit of one rank, in forward order; without `share`, of the only rank.
+
+    With `optimizer_parallel` a unit's replicas store a part each (dense units over data_parallel,
+    experts over their replicas), else each stores the whole and its tensors count the replicas.
+    """
+    share = share or Share.whole(model)
+    frozen = frozen_units(unit_names(model), train.freeze)
+    kinds = (train.weight_dtype, train.grad_dtype, train.compute_dtype)
+    layouts = []
+    for unit in build_units(model, decay_norms, share):
+        unit = replace(unit, frozen=unit.name in frozen)
+        index, size = share.weight_shards(unit.expert is not None)
+        if not share.mesh.config.optimizer_parallel:
+            unit, index, size = _replicated(unit, size), 0, 1
+        layouts.append(share_of(unit, *kinds, rank=index, size=size))
+    return layouts
 
 
-def activation_specs(model: ModelConfig, train: TrainConfig) -> list[ActivationSpec]:
-    """Every array that waits on the host between two stages of a step.
+def _replicated(unit: UnitSpec, replicas: int) -> UnitSpec:
+    """`unit` whose tensors are held whole by so many times more ranks."""
+    tensors = tuple(replace(x, replicas=x.replicas * replicas) for x in unit.tensors)
+    return replace(unit, tensors=tensors)
+
+
+def activation_specs(
+    model: ModelConfig, train: TrainConfig, share: Share | None = None
+) -> list[ActivationSpec]:
+    """Every array that waits on the host of one rank between two stages of a step.
 
     Per layer slot and micro-batch: `h_in`, the residual stream at a checkpoint (`h_seg` inside a
     segment); q, k, v, o, h_mid, xn, logits, from which backward continues without repeating a
@@ -61,19 +78,21 @@ def activation_specs(model: ModelConfig, train: TrainConfig) -> list[ActivationS
     """
     compute, stream = train.compute_dtype, "float32"
     tokens, hidden = train.micro_batch_tokens, model.hidden_size
-    slots_P, ffn = tokens * model.num_experts_per_tok, model.moe_intermediate_size
-    q_dim = model.num_attention_heads * model.head_dim
-    kv_dim = model.num_key_value_heads * model.head_dim
-    micro, layers = chunk_micro_batches(train), model.num_hidden_layers
+    share = share or Share.whole(model)
+    op, micro, layers = share.op_size, chunk_micro_batches(train), len(share.layers)
+    slots_P, ffn = tokens * model.num_experts_per_tok, model.moe_intermediate_size // op
+    q_dim = model.num_attention_heads * model.head_dim // op
+    kv_dim = model.num_key_value_heads * model.head_dim // op
     full = train.recompute == "full"
     every = train.recompute_every if full else 1
-    saved = min(every, layers) if full else layers
+    num_segments = sum(-(-len(chunk) // every) for chunk in share.layer_chunks)
+    saved = min(every, max(map(len, share.layer_chunks))) if full else layers
 
     def spec(name: str, rows: int, width: int, dtype: str, copies: int) -> ActivationSpec:
         return ActivationSpec(name, (rows, width), dtype, copies * micro)
 
     specs = [
-        spec("h_in", tokens, hidden, stream, -(-layers // every)),
+        spec("h_in", tokens, hidden, stream, num_segments),
         spec("q", tokens, q_dim, compute, saved),
         spec("k", tokens, kv_dim, compute, saved),
         spec("v", tokens, kv_dim, compute, saved),
@@ -90,7 +109,7 @@ def activation_specs(model: ModelConfig, train: TrainConfig) -> list[ActivationS
     ]
     if every > 1:
         specs.append(spec("h_seg", tokens, hidden, stream, saved))
-    shared = model.shared_intermediate_size
+    shared = model.shared_intermediate_size // op
     if shared:
         specs.append(spec("shared", tokens, hidden, compute, 1))
     if train.recompute == "none":
@@ -100,14 +119,19 @@ def activation_specs(model: ModelConfig, train: TrainConfig) -> list[ActivationS
     return specs
 
 
-def demands_of(model: ModelConfig, train: TrainConfig, layouts: list[UnitLayout]) -> Demands:
-    """Activation, accumulator and workspace bytes of a step."""
-    sizes = {x.name: round_up(x.accumulator_nbytes, 4096) for x in layouts}
-    batch_major = is_batch_major(train)
+def demands_of(
+    model: ModelConfig,
+    train: TrainConfig,
+    layouts: list[UnitLayout],
+    share: Share | None = None,
+) -> Demands:
+    """Activation, accumulator and workspace bytes of a step of the rank with these `layouts`."""
+    sizes = {x.name: round_up(x.gathered.accumulator_nbytes, 4096) for x in layouts}
+    uses = {name: count for name, count in gradient_uses(model).items() if name in sizes}
     return Demands(
-        activation_bytes=activation_bytes(activation_specs(model, train)),
-        accumulator_bytes=accumulator_bytes(gradient_uses(model), sizes, batch_major),
-        workspace_bytes=round_up(_workspace(model, train), 4096),
+        activation_bytes=activation_bytes(activation_specs(model, train, share)),
+        accumulator_bytes=accumulator_bytes(uses, sizes, is_batch_major(train)),
+        workspace_bytes=round_up(_workspace(model, train, share or Share.whole(model)), 4096),
     )
 
 
@@ -116,18 +140,20 @@ def is_batch_major(train: TrainConfig) -> bool:
     return train.micro_batch_order == "batch_major" and train.gradient_accumulation_steps > 1
 
 
-def _workspace(model: ModelConfig, train: TrainConfig) -> int:
+def _workspace(model: ModelConfig, train: TrainConfig, share: Share) -> int:
     """The largest declared stage: an expert's bucket may hold every token of a micro-batch."""
-    shared = model.shared_intermediate_size
+    shared = model.shared_intermediate_size // share.op_size
+    ffn = model.moe_intermediate_size // share.op_size
+    dims = stage_dims(model, train, share)
     return max(
         workspace_bytes(
             stage,
-            stage_dims(model, train),
+            dims,
             train.compute_dtype,
             num_tokens=train.micro_batch_tokens,
             rows=train.micro_batch_tokens,
-            ffn_size=shared if stage.startswith("shared") else model.moe_intermediate_size,
-            vocab_rows=max(rows for _, rows in slice_rows(model)),
+            ffn_size=shared if stage.startswith("shared") else ffn,
+            vocab_rows=max(rows for _, rows in rank_slice_rows(model, share)),
         )
         for stage in STAGES
         if shared or not stage.startswith("shared")

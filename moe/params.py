@@ -1,4 +1,4 @@
-"""Which parameters a model has, how they form units, and their initial values.
+"""Which parameters a rank has, how they form units, and their initial values.
 
 Names are the canonical Hugging Face names of Qwen3-MoE, one tensor per expert. Initial values
 depend only on (seed, name, global index), so they are the same on every mesh and slicing.
@@ -9,17 +9,20 @@ from __future__ import annotations
 import fnmatch
 import hashlib
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
 from moe.config import ModelConfig
+from moe.mesh import Share
 from offload.blocks import TensorSpec, UnitSpec
 from ops.validate import refuse
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
 FINAL_NORM = "model.norm.weight"
-_INIT_BLOCK = 1 << 16
+NORM_UNIT = "norm"
+_INIT_RUN = 1 << 16
 
 
 def layer_unit(layer: int) -> str:
@@ -38,6 +41,12 @@ def slice_rows(model: ModelConfig) -> list[tuple[int, int]]:
     return [(row, min(step, model.vocab_size - row)) for row in range(0, model.vocab_size, step)]
 
 
+def rank_slice_rows(model: ModelConfig, share: Share) -> list[tuple[int, int]]:
+    """(first row, rows) of this rank's part of each vocabulary slice."""
+    parts = [(row0, share.op_part(rows)) for row0, rows in slice_rows(model)]
+    return [(row0 + part.start, len(part)) for row0, part in parts]
+
+
 def embedding_units(model: ModelConfig) -> list[str]:
     """Names of the embedding slices, in row order."""
     return [f"embed.{index}" for index in range(len(slice_rows(model)))]
@@ -50,36 +59,112 @@ def head_units(model: ModelConfig) -> list[str]:
     return [f"head.{index}" for index in range(len(slice_rows(model)))]
 
 
-NORM_UNIT = "norm"
+def build_units(
+    model: ModelConfig, decay_norms: bool = False, share: Share | None = None
+) -> list[UnitSpec]:
+    """The units of one rank, in forward order; without `share`, of the only rank.
 
-
-def build_units(model: ModelConfig, decay_norms: bool = False) -> list[UnitSpec]:
-    """All units of the model in forward order."""
-    std = model.initializer_range
-
-    def matrix(name: str, *shape: int, kept: bool = False, row0: int = 0) -> TensorSpec:
-        return TensorSpec(name, shape, kept, True, std, row0)
-
-    def norm(name: str, size: int) -> TensorSpec:
-        return TensorSpec(name, (size,), True, decay_norms, None)
-
-    units = []
-    for index, (row0, rows) in enumerate(slice_rows(model)):
-        tensor = matrix(EMBEDDING, rows, model.hidden_size, row0=row0)
-        units.append(UnitSpec(f"embed.{index}", -1, None, (tensor,)))
-    for layer in range(model.num_hidden_layers):
-        units.append(UnitSpec(layer_unit(layer), layer, None, _dense(model, layer, matrix, norm)))
-        for expert in range(model.num_experts):
-            prefix = f"model.layers.{layer}.mlp.experts.{expert}"
-            tensors = _ffn(prefix, model.hidden_size, model.moe_intermediate_size, matrix)
+    Units are local to operator parallelism: a rank holds its rows and columns of each tensor, and
+    `replicas` of what every rank of the group holds whole (norms, router). They are not yet
+    divided among replicas, see `offload/shards.py`. Names keep global layer and expert numbers.
+    """
+    share = share or Share.whole(model)
+    make = _Tensors(model, decay_norms, share)
+    units: list[UnitSpec] = []
+    if share.has_embedding:
+        units += _vocabulary_units(EMBEDDING, "embed", -1, model, make)
+    for layer in share.layers:
+        units.append(UnitSpec(layer_unit(layer), layer, None, make.dense(layer)))
+        for expert in share.experts:
+            tensors = make.ffn(
+                f"model.layers.{layer}.mlp.experts.{expert}", model.moe_intermediate_size
+            )
             units.append(UnitSpec(expert_unit(layer, expert), layer, expert, tensors))
-    last = model.num_hidden_layers
-    units.append(UnitSpec(NORM_UNIT, last, None, (norm(FINAL_NORM, model.hidden_size),)))
-    if not model.tie_word_embeddings:
-        for index, (row0, rows) in enumerate(slice_rows(model)):
-            tensor = matrix(HEAD, rows, model.hidden_size, row0=row0)
-            units.append(UnitSpec(f"head.{index}", last, None, (tensor,)))
+    if share.has_head:
+        last = model.num_hidden_layers
+        norm = make.norm(FINAL_NORM, model.hidden_size)
+        units.append(UnitSpec(NORM_UNIT, last, None, (norm,)))
+        if not model.tie_word_embeddings:
+            units += _vocabulary_units(HEAD, "head", last, model, make)
     return units
+
+
+def unit_names(model: ModelConfig) -> list[str]:
+    """Names of all units of the model, over all ranks, in forward order."""
+    names = embedding_units(model)
+    for layer in range(model.num_hidden_layers):
+        names.append(layer_unit(layer))
+        names += [expert_unit(layer, expert) for expert in range(model.num_experts)]
+    return [*names, NORM_UNIT, *([] if model.tie_word_embeddings else head_units(model))]
+
+
+class _Tensors:
+    """Makes the tensors of one rank: rows, columns or all of each tensor of the model."""
+
+    def __init__(self, model: ModelConfig, decay_norms: bool, share: Share) -> None:
+        self.model, self.share, self._decay_norms = model, share, decay_norms
+
+    def norm(self, name: str, size: int) -> TensorSpec:
+        """A norm's scales, which every rank of the operator group holds."""
+        replicas = self.share.op_size
+        return TensorSpec(name, (size,), True, self._decay_norms, None, replicas=replicas)
+
+    def router(self, name: str) -> TensorSpec:
+        """The router's matrix, which every rank of the operator group holds."""
+        shape, std = (self.model.num_experts, self.model.hidden_size), self.model.initializer_range
+        return TensorSpec(name, shape, True, True, std, replicas=self.share.op_size)
+
+    def rows(self, name: str, rows: int, row0: int = 0) -> TensorSpec:
+        """This rank's part of `rows` rows of the whole tensor, the first of which is `row0`."""
+        part = self.share.op_part(rows)
+        shape, std = (len(part), self.model.hidden_size), self.model.initializer_range
+        return TensorSpec(name, shape, False, True, std, row0=row0 + part.start)
+
+    def columns(self, name: str, columns: int) -> TensorSpec:
+        """This rank's part of a tensor's columns."""
+        part = self.share.op_part(columns)
+        shape, std = (self.model.hidden_size, len(part)), self.model.initializer_range
+        if len(part) == columns:
+            return TensorSpec(name, shape, False, True, std)
+        return TensorSpec(name, shape, False, True, std, col0=part.start, num_cols=columns)
+
+    def ffn(self, prefix: str, width: int) -> tuple[TensorSpec, ...]:
+        """A SwiGLU of `width`: gate and up by rows, down by columns."""
+        return (
+            self.rows(f"{prefix}.gate_proj.weight", width),
+            self.rows(f"{prefix}.up_proj.weight", width),
+            self.columns(f"{prefix}.down_proj.weight", width),
+        )
+
+    def dense(self, layer: int) -> tuple[TensorSpec, ...]:
+        """A layer's dense tensors: attention by heads, norms and router whole."""
+        model, prefix = self.model, f"model.layers.{layer}"
+        hidden, head = model.hidden_size, model.head_dim
+        q_dim, kv_dim = model.num_attention_heads * head, model.num_key_value_heads * head
+        tensors = [
+            self.norm(f"{prefix}.input_layernorm.weight", hidden),
+            self.rows(f"{prefix}.self_attn.q_proj.weight", q_dim),
+            self.rows(f"{prefix}.self_attn.k_proj.weight", kv_dim),
+            self.rows(f"{prefix}.self_attn.v_proj.weight", kv_dim),
+            self.columns(f"{prefix}.self_attn.o_proj.weight", q_dim),
+        ]
+        if model.qk_norm:
+            tensors.append(self.norm(f"{prefix}.self_attn.q_norm.weight", head))
+            tensors.append(self.norm(f"{prefix}.self_attn.k_norm.weight", head))
+        tensors.append(self.norm(f"{prefix}.post_attention_layernorm.weight", hidden))
+        tensors.append(self.router(f"{prefix}.mlp.gate.weight"))
+        if model.n_shared_experts:
+            tensors += self.ffn(f"{prefix}.mlp.shared_experts", model.shared_intermediate_size)
+        return tuple(tensors)
+
+
+def _vocabulary_units(
+    name: str, prefix: str, layer: int, model: ModelConfig, make: _Tensors
+) -> list[UnitSpec]:
+    return [
+        UnitSpec(f"{prefix}.{index}", layer, None, (make.rows(name, rows, row0),))
+        for index, (row0, rows) in enumerate(slice_rows(model))
+    ]
 
 
 def frozen_units(names: Sequence[str], patterns: Sequence[str]) -> frozenset[str]:
@@ -101,51 +186,52 @@ def frozen_units(names: Sequence[str], patterns: Sequence[str]) -> frozenset[str
     return frozenset(frozen)
 
 
-def _ffn(prefix: str, hidden: int, ffn: int, matrix) -> tuple[TensorSpec, ...]:  # type: ignore[no-untyped-def]
-    return (
-        matrix(f"{prefix}.gate_proj.weight", ffn, hidden),
-        matrix(f"{prefix}.up_proj.weight", ffn, hidden),
-        matrix(f"{prefix}.down_proj.weight", hidden, ffn),
-    )
-
-
-def _dense(model: ModelConfig, layer: int, matrix, norm) -> tuple[TensorSpec, ...]:  # type: ignore[no-untyped-def]
-    prefix = f"model.layers.{layer}"
-    hidden, head = model.hidden_size, model.head_dim
-    q_dim, kv_dim = model.num_attention_heads * head, model.num_key_value_heads * head
-    tensors = [
-        norm(f"{prefix}.input_layernorm.weight", hidden),
-        matrix(f"{prefix}.self_attn.q_proj.weight", q_dim, hidden),
-        matrix(f"{prefix}.self_attn.k_proj.weight", kv_dim, hidden),
-        matrix(f"{prefix}.self_attn.v_proj.weight", kv_dim, hidden),
-        matrix(f"{prefix}.self_attn.o_proj.weight", hidden, q_dim),
-    ]
-    if model.qk_norm:
-        tensors.append(norm(f"{prefix}.self_attn.q_norm.weight", head))
-        tensors.append(norm(f"{prefix}.self_attn.k_norm.weight", head))
-    tensors.append(norm(f"{prefix}.post_attention_layernorm.weight", hidden))
-    tensors.append(matrix(f"{prefix}.mlp.gate.weight", model.num_experts, hidden, kept=True))
-    if model.n_shared_experts:
-        shared = f"{prefix}.mlp.shared_experts"
-        tensors.extend(_ffn(shared, hidden, model.shared_intermediate_size, matrix))
-    return tuple(tensors)
-
-
 def initial_values(tensor: TensorSpec, seed: int) -> np.ndarray:
-    """fp32 initial values of a tensor (or its slice of rows), flat.
+    """fp32 initial values of a tensor, a block of one, or a piece of such a block; flat.
 
-    Normal values come from blocks of 65 536 elements, each with its own Philox stream keyed by
-    (seed, name, block), so that any range of the whole tensor can be made alone.
+    Normal values come from runs of 65 536 elements of the whole tensor, each with its own Philox
+    stream keyed by (seed, name, run), so that any part can be made alone, and only its runs are.
     """
+    if not tensor.name:
+        return np.zeros(tensor.size, np.float32)  # the padding of a share
     if tensor.init_std is None:
         return np.ones(tensor.size, np.float32)
-    first = tensor.row0 * (tensor.size // tensor.shape[0])
-    last = first + tensor.size
-    pieces = []
-    for block in range(first // _INIT_BLOCK, -(-last // _INIT_BLOCK)):
-        key = hashlib.blake2b(f"{seed}/{tensor.name}/{block}".encode(), digest_size=16).digest()
+    block = tensor.piece_of or tensor
+    place = _BlockPlace(block)
+    begin, end = tensor.flat0, tensor.flat0 + tensor.size
+    result = np.empty(tensor.size, np.float32)
+    for run in range(place.whole(begin) // _INIT_RUN, place.whole(end - 1) // _INIT_RUN + 1):
+        first = run * _INIT_RUN
+        lo = max(place.count_below(first), begin)
+        hi = min(place.count_below(first + _INIT_RUN), end)
+        if lo == hi:
+            continue  # between two rows of a block of columns
+        key = hashlib.blake2b(f"{seed}/{tensor.name}/{run}".encode(), digest_size=16).digest()
         generator = np.random.Generator(np.random.Philox(key=int.from_bytes(key, "little")))
-        values = generator.standard_normal(_INIT_BLOCK, np.float32)
-        begin = block * _INIT_BLOCK
-        pieces.append(values[max(first - begin, 0) : last - begin])
-    return np.concatenate(pieces) * np.float32(tensor.init_std)
+        values = generator.standard_normal(_INIT_RUN, np.float32)
+        if place.is_contiguous:
+            start = place.whole(lo) - first
+            result[lo - begin : hi - begin] = values[start : start + hi - lo]
+        else:
+            result[lo - begin : hi - begin] = values[place.whole(np.arange(lo, hi)) - first]
+    result *= np.float32(tensor.init_std)
+    return result
+
+
+class _BlockPlace:
+    """Where the elements of a block of rows and columns lie in the flat order of its tensor."""
+
+    def __init__(self, block: TensorSpec) -> None:
+        self._width = block.size // block.shape[0]
+        self._stride = block.num_cols or self._width
+        self._first = block.row0 * self._stride + block.col0
+        self.is_contiguous = self._width == self._stride
+
+    def whole(self, index: Any) -> Any:
+        """Index in the whole tensor of the block's element `index`, a number or an array."""
+        return self._first + index // self._width * self._stride + index % self._width
+
+    def count_below(self, limit: int) -> int:
+        """How many elements of the block have an index in the whole tensor below `limit`."""
+        rows, rest = divmod(max(limit - self._first, 0), self._stride)
+        return rows * self._width + min(rest, self._width)
