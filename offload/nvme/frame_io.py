@@ -56,6 +56,10 @@ class FrameIo:
         """Memory for one more worker."""
         return WorkerMemory(self._access, encodes=self._codec is not None)
 
+    def stop(self) -> None:
+        """As `RequestIo.stop`."""
+        self._io.stop()
+
     def run(self, requests: Sequence[Request], memory: WorkerMemory) -> list[Outcome]:
         """As `RequestIo.run`, for any requests; one with encoded frames comes alone."""
         first = requests[0]

@@ -20,14 +20,15 @@ class Handle:
         """`before_block` is called before a wait that would block; it raises to refuse it."""
         self.block = block
         self._before_block = before_block
-        self._finished = threading.Event()
+        self._done = False
+        self._finished: threading.Event | None = None  # made for the first who waits
         self._error: BaseException | None = None
         self._lock = threading.Lock()
         self._callbacks: list[Callable[[Handle], None]] = []
 
     def done(self) -> bool:
         """Whether the transfer has finished, well or not; never blocks."""
-        return self._finished.is_set()
+        return self._done
 
     def error(self) -> BaseException | None:
         """What went wrong; None while in flight and after success; never blocks."""
@@ -40,9 +41,15 @@ class Handle:
         transfer then still being in flight, and RuntimeError when a worker of the same store would
         have to wait (in a callback).
         """
-        if not self._finished.is_set():
+        if not self._done:
             self._before_block()
-            if not self._finished.wait(timeout):
+            with self._lock:
+                if self._finished is None:
+                    self._finished = threading.Event()
+                finished = self._finished
+                if self._done:
+                    finished.set()
+            if not finished.wait(timeout):
                 raise TimeoutError(f"transfer of block {self.block!r} unfinished after {timeout} s")
         if self._error is not None:
             # The same object every time: drop the traceback of earlier waits.
@@ -55,7 +62,7 @@ class Handle:
         What it raises is logged, not passed on.
         """
         with self._lock:
-            if not self._finished.is_set():
+            if not self._done:
                 self._callbacks.append(callback)
                 return
         self._call(callback)
@@ -63,17 +70,21 @@ class Handle:
     def complete(self, error: BaseException | None) -> None:
         """For the store: finish, wake the waiters, run the callbacks."""
         with self._lock:
-            assert not self._finished.is_set()
+            assert not self._done
             self._error = error
             callbacks, self._callbacks = self._callbacks, []
-            self._finished.set()
+            self._done = True
+            if self._finished is not None:
+                self._finished.set()
         for callback in callbacks:
-            self._call(callback)
+            self._call(callback, BaseException)  # a worker has other handles to complete
 
-    def _call(self, callback: Callable[[Handle], None]) -> None:
+    def _call(
+        self, callback: Callable[[Handle], None], logged: type[BaseException] = Exception
+    ) -> None:
         try:
             callback(self)
-        except Exception:
+        except logged:
             log.exception("callback of the transfer of block %r failed", self.block)
 
 

@@ -6,21 +6,23 @@ caller's where its address is aligned. With direct I/O the last unit of a block 
 scratch behind the logical bytes if the caller's buffer is long enough, else through the worker's
 bounce buffer. An unaligned buffer goes through the bounce buffer as a whole.
 
-Invariants: checksums are computed while the bytes are in the cache, before a write and after a
-read; a request covers whole checksum chunks. A request that fails alone is never tried again;
+Invariants: checksums of a write are computed while its first call is in flight, so that the drive
+never waits for them, and those of a read right after it, while the bytes are in the cache; a
+request covers whole checksum chunks. A request that fails alone is never tried again;
 neighbours whose common call failed are, one by one, so that the error names the right block. Called
 on worker threads only; blocks. No locks, no queue.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
-import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from offload.nvme.aligned import AccessMode, aligned_buffer
 from offload.nvme.files import Preallocator, StorageFile, read_fully, write_fully
+from offload.nvme.movers import Movers
 from offload.nvme.table import StoredBlock
 from offload.nvme.transfers import Direction, Request, Transfer
 from ops.checksum import CHUNK_BYTES, fill_checksums, first_mismatch
@@ -91,12 +93,17 @@ class RequestIo:
     def __init__(self, drives: Sequence[Drive], access: AccessMode, calls_max: int) -> None:
         """`drives` in the order of `Extent.drive`; `calls_max` transfers are in the system at once.
 
-        With a few more threads than that, the drive stays busy while some of them hash.
+        With a few more workers than that, a call is always ready when one has been made. Starts
+        the threads that make the calls; `stop` ends them.
         """
         self._drives = drives
-        self._slots = threading.Semaphore(calls_max)
+        self._movers = Movers(calls_max)
         self._alignment_bytes = access.alignment_bytes
         self._io_alignment_bytes = access.io_alignment_bytes
+
+    def stop(self) -> None:
+        """End the threads that make the calls; nobody is in `run` any more, or ever again."""
+        self._movers.stop()
 
     def run(self, requests: Sequence[Request], bounce: memoryview) -> list[Outcome]:
         """Do `requests`, which lie side by side on one drive when there are several; never raises.
@@ -140,20 +147,20 @@ class RequestIo:
         # Neighbours are moved with the gaps between them, so that they are one run of bytes.
         unit = self._io_alignment_bytes if len(requests) == 1 else self._alignment_bytes
         call: list[Part] = []
+        unhashed: list[Request] = []
         bounced_bytes = 0
         for request, outcome in zip(requests, outcomes):
             transfer, stored = request.transfer, stored_of(request)
             is_write = transfer.direction is Direction.WRITE
-            if is_write and request.stop > request.start:
-                data = transfer.data[request.start : request.stop]
-                fill_checksums(stored.checksums, data, request.start)
+            if is_write:
+                unhashed.append(request)
             for start, stop, direct in self._pieces(request, stored, unit):
                 drive, offset, _ = stored.locate(start)
                 wanted_bytes = round_up(stop - start, unit)
                 fits = direct or bounced_bytes + wanted_bytes <= bounce.nbytes
                 if call and not (fits and (call[-1].drive, call[-1].end) == (drive, offset)):
-                    self.call(call)
-                    call, bounced_bytes = [], 0
+                    self.call(call, unhashed)
+                    call, unhashed, bounced_bytes = [], [], 0
                 if direct:
                     memory = transfer.data[start : start + wanted_bytes]
                 else:
@@ -166,10 +173,13 @@ class RequestIo:
                 outcome.payload_bytes += stop - start
                 outcome.padding_bytes += wanted_bytes - (stop - start)
         if call:
-            self.call(call)
+            self.call(call, unhashed)
 
-    def call(self, parts: list[Part]) -> None:
-        """Move `parts`, which lie side by side on one drive, by one system call (if not short)."""
+    def call(self, parts: list[Part], unhashed: Sequence[Request] = ()) -> None:
+        """Move `parts`, which lie side by side on one drive, by one system call (if not short).
+
+        Meanwhile computes the checksums of the writes `unhashed`.
+        """
         first, last = parts[0], parts[-1]
         drive, transfer = self._drives[first.drive], first.request.transfer
         is_write = transfer.direction is Direction.WRITE
@@ -179,14 +189,22 @@ class RequestIo:
         try:
             if is_write:
                 drive.preallocator.ensure(last.end, transfer.block, first.offset, wanted_bytes)
-            with self._slots:
-                move_fully(
+            call = self._movers.start(
+                functools.partial(
+                    move_fully,
                     drive.file,
                     [part.memory for part in parts],
                     first.offset,
                     block=transfer.block,
                     io_alignment_bytes=self._io_alignment_bytes,
                 )
+            )
+            try:
+                for request in unhashed:
+                    data = request.transfer.data[request.start : request.stop]
+                    fill_checksums(stored_of(request).checksums, data, request.start)
+            finally:
+                call.wait()  # or the caller's memory would be in use behind its back
         except StorageError as error:
             failure, done_bytes = error, error.done_bytes or 0
         for part in parts:

@@ -117,7 +117,6 @@ class NvmeStore:
             for file, file_bytes in zip(self._opened.files, self._opened.file_bytes)
         ]
         self._codec = setup.new_codec(self.directory, self.access)
-        io = FrameIo(RequestIo(drives, self.access, workers), self.access, self._codec)
         self._queue = TransferQueue(request_bytes, transfers_max)
         self._order = TransferOrder(self._table, self._queue)
         try:
@@ -129,6 +128,7 @@ class NvmeStore:
             self._opened.close()
             raise
         self._closed = False
+        io = FrameIo(RequestIo(drives, self.access, workers), self.access, self._codec)
         self._workers = Workers(workers, self._queue, self._order, io, trace)
 
     @property

@@ -146,6 +146,10 @@ class TransferQueue:
         num_requests = -(-transfer.nbytes // self._request_bytes) or 1
         self._work.notify(max(num_requests, len(stored.extents)))
 
+    def unfinished(self) -> list[Transfer]:
+        """The transfers that were added and have not been settled, in that order."""
+        return list(self._unfinished.values())
+
     def settled(self, transfer: Transfer) -> None:
         """Forget `transfer`: it has finished."""
         del self._unfinished[transfer.handle]

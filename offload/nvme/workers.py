@@ -2,11 +2,13 @@
 
 Invariants: a bounded number of threads, each with its own memory, taken at start; a transfer
 completes its handle without any lock held, so callbacks may take their own. Bytes are counted when
-a request has succeeded.
+a request has succeeded. A worker that fails outside its requests (a fault of ours) is a failure of
+the store: it is latched, and everything in flight finishes with it.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 
 from offload.nvme.frame_io import FrameIo, WorkerMemory
@@ -15,7 +17,11 @@ from offload.nvme.request_io import CorruptBlock, Outcome
 from offload.nvme.stats import LaneStats
 from offload.nvme.transfers import Direction, Request, Transfer, TransferQueue
 from ops.clock import seconds
+from ops.errors import StorageError
+from ops.switch_interval import restore_switch_interval, shorten_switch_interval
 from ops.trace import NO_TRACE, Tracer
+
+log = logging.getLogger(__name__)
 
 _TRACKS = {Direction.READ: "nvme read", Direction.WRITE: "nvme write"}
 
@@ -23,8 +29,8 @@ _TRACKS = {Direction.READ: "nvme read", Direction.WRITE: "nvme write"}
 def num_threads(num_workers: int) -> int:
     """How many threads keep `num_workers` system calls in flight while others compute checksums.
 
-    At most that many calls are in flight (`RequestIo`). Half as many threads again made writes 21 %
-    and reads 7 % faster with 8 workers on two busy cores; fewer than 4 get no others beside them.
+    At most that many calls are in flight (`Movers`). Half as many threads again have the next calls
+    ready when one has been made; fewer than 4 workers get no others beside them.
     """
     return num_workers + num_workers // 4 * 2
 
@@ -47,6 +53,8 @@ class Workers:
         self._queue = queue
         self._order = order
         self._io = io
+        self._ending = threading.Lock()  # two threads may close a store at once
+        self._ended = False
         self._threads = [
             threading.Thread(
                 target=self._work,
@@ -56,6 +64,7 @@ class Workers:
             )
             for index, memory in enumerate(memories)
         ]
+        shorten_switch_interval()
         for thread in self._threads:
             thread.start()
 
@@ -66,27 +75,58 @@ class Workers:
 
     def join(self) -> None:
         """Wait until the workers have ended; the queue has been stopped before."""
-        for thread in self._threads:
-            thread.join()
+        with self._ending:
+            if self._ended:
+                return
+            for thread in self._threads:
+                thread.join()
+            self._io.stop()
+            restore_switch_interval()
+            self._ended = True
+
+    def _work(self, memory: WorkerMemory) -> None:
+        requests: list[Request] | None = None
+        try:
+            while (requests := self._queue.take()) is not None:
+                skip = requests[0].skip
+                started_s = seconds()
+                outcomes = [Outcome()] if skip else self._io.run(requests, memory)
+                if self._trace is not NO_TRACE and not skip:
+                    self._draw(requests, outcomes, started_s)
+                self._complete(requests, outcomes)  # an error reaches the caller at its next wait
+                del requests, outcomes  # no buffer is kept while waiting for work
+                requests = None
+        except BaseException as error:
+            log.exception("an I/O worker failed outside its requests")
+            self._give_up(requests or [], error)
 
     def _complete(self, requests: list[Request], outcomes: list[Outcome]) -> None:
+        """Account for `requests`, which leave the list: this thread holds them no longer."""
         finished: list[Transfer] = []
-        with self._queue.lock:
-            lane = self.lanes[requests[0].transfer.direction]
-            lane.num_requests += not requests[0].skip
-            for request, outcome in zip(requests, outcomes):
-                transfer, error = request.transfer, outcome.error
-                transfer.running -= 1
-                if error is not None:
-                    transfer.error = transfer.error or error
-                    if not isinstance(error, CorruptBlock):
-                        self._queue.latch(error)
-                elif not request.skip:
-                    logical_bytes = request.stop - request.start
-                    moved = (outcome.payload_bytes, outcome.padding_bytes)
-                    lane.count(transfer.cause, logical_bytes, *moved)
-                if transfer.running == 0 and (transfer.exhausted or transfer.error is not None):
-                    finished += self._order.settle(transfer)
+        try:
+            with self._queue.lock:
+                held, requests[:] = list(requests), []
+                for request in held:
+                    request.transfer.running -= 1
+                lane = self.lanes[held[0].transfer.direction]
+                lane.num_requests += not held[0].skip
+                for request, outcome in zip(held, outcomes):
+                    transfer, error = request.transfer, outcome.error
+                    if error is not None:
+                        transfer.error = transfer.error or error
+                        if not isinstance(error, CorruptBlock):
+                            self._queue.latch(error)
+                    elif not request.skip:
+                        logical_bytes = request.stop - request.start
+                        moved = (outcome.payload_bytes, outcome.padding_bytes)
+                        lane.count(transfer.cause, logical_bytes, *moved)
+                    if transfer.running == 0 and (transfer.exhausted or transfer.error is not None):
+                        finished += self._order.settle(transfer)
+        finally:
+            self._finish(finished)
+
+    def _finish(self, finished: list[Transfer]) -> None:
+        """Complete the handles of settled transfers, then give up their places."""
         if not finished:
             return
         for done in finished:
@@ -94,15 +134,22 @@ class Workers:
         with self._queue.lock:
             self._order.leave(len(finished))
 
-    def _work(self, memory: WorkerMemory) -> None:
-        while (requests := self._queue.take()) is not None:
-            skip = requests[0].skip
-            started_s = seconds()
-            outcomes = [Outcome()] if skip else self._io.run(requests, memory)
-            if self._trace is not NO_TRACE and not skip:
-                self._draw(requests, outcomes, started_s)
-            self._complete(requests, outcomes)  # an error reaches the caller at its next wait
-            del requests, outcomes  # no buffer is kept while waiting for work
+    def _give_up(self, held: list[Request], error: BaseException) -> None:
+        """Latch what ended this worker and finish all that no other worker will finish."""
+        failure = StorageError(f"an I/O worker failed: {error!r}")
+        failure.__cause__ = error
+        finished: list[Transfer] = []
+        with self._queue.lock:
+            self._queue.latch(failure)
+            for request in held:
+                request.transfer.running -= 1
+            for transfer in self._queue.unfinished():
+                transfer.error = transfer.error or self._queue.failure
+                # The others finish with the last request of theirs that a worker holds, or with
+                # the transfer that they run after.
+                if transfer.running == 0 and transfer.runs_after is None:
+                    finished += self._order.settle(transfer)
+        self._finish(finished)
 
     def _draw(self, requests: list[Request], outcomes: list[Outcome], started_s: float) -> None:
         """One span for requests that moved together, checksums and codec included."""
