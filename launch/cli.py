@@ -7,11 +7,9 @@ stderr and its exit code; with HEADRACE_TRACEBACK=1 the traceback follows.
 
 from __future__ import annotations
 
-import os
 import shlex
 import sys
 import threading
-import traceback
 from contextlib import closing
 from pathlib import Path
 from typing import Annotated, Optional
@@ -19,6 +17,7 @@ from typing import Annotated, Optional
 import typer
 
 from launch.config import RunConfig, load_config
+from launch.failures import show_failure
 from launch.ranks import rank_prefix
 from ops.errors import ConfigError, HeadraceError
 
@@ -220,22 +219,12 @@ def _forward(context: typer.Context, name: str, command: typer.Typer) -> None:
 
 
 def main() -> None:
-    """Run the command line and exit with the contract's status.
-
-    Of several ranks, each begins what it says of its failure with its number.
-    """
+    """Run the command line and exit with the contract's status."""
     try:
         app()
     except HeadraceError as error:
-        if os.environ.get("HEADRACE_TRACEBACK") == "1":
-            traceback.print_exc()
-        print(f"{rank_prefix()}headrace: {' '.join(str(error).split())}", file=sys.stderr)
-        sys.exit(error.exit_code)
+        sys.exit(show_failure(error))
     except Exception as error:
-        prefix = rank_prefix()
-        if not prefix:
+        if not rank_prefix():
             raise
-        first = f"{prefix}{type(error).__name__}: {error}".splitlines()[0]
-        # One write, so that lines of other ranks do not come between.
-        sys.stderr.write(f"{first}\n{traceback.format_exc()}")
-        sys.exit(1)
+        sys.exit(show_failure(error))

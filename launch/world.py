@@ -1,0 +1,83 @@
+"""The world of a run's ranks: the transport that fits the launcher, opened and left in order.
+
+MPI waits for all ranks when an interpreter ends. So a rank that fails while others go on must not
+just exit, or it would hang, and they with it: `shared_world` ends them all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from launch.failures import show_failure
+from launch.ranks import RankEnvironment
+from ops.comm.base import TIMEOUT_SECONDS, World
+from ops.comm.single import SingleRank
+from ops.errors import ConfigError, NumericAlarm, Stopped
+
+AGREED = (Stopped, NumericAlarm)
+"""Errors that all ranks raise in the same step; whoever raises them has made sure of that."""
+
+
+def open_world(
+    ranks: RankEnvironment, timeout_seconds: float = TIMEOUT_SECONDS, *, checked: bool = False
+) -> World:
+    """Connect this process with the other ranks; every rank calls it, once.
+
+    `timeout_seconds` bounds every wait in a collective; `checked` compares what ranks enter.
+    Blocks until all ranks are there. Raises ConfigError when the transport is not installed or is
+    not the launcher's, CommError when it does not allow calls from several threads.
+    """
+    if ranks.size == 1:
+        return SingleRank()
+    if ranks.launcher != "mpirun":
+        raise ConfigError(
+            f"{ranks.launcher} started {ranks.size} ranks, but only mpirun's can be connected yet: "
+            "use `headrace launch --launcher mpirun`."
+        )
+    try:
+        from ops.comm.mpi import MpiWorld
+    except ImportError as error:
+        raise ConfigError(
+            f"mpirun started {ranks.size} ranks, but mpi4py does not load ({error}): install it "
+            'with `pip install "headrace[mpi]"`.'
+        ) from None
+    world = MpiWorld(timeout_seconds=timeout_seconds, checked=checked)
+    if (world.rank, world.size) != (ranks.rank, ranks.size):
+        raise ConfigError(
+            f"mpirun started this process as rank {ranks.rank} of {ranks.size}, but mpi4py sees "
+            f"rank {world.rank} of {world.size}: they are of different MPI installations; use the "
+            "mpirun beside this interpreter."
+        )
+    return world
+
+
+@contextlib.contextmanager
+def shared_world(
+    ranks: RankEnvironment, timeout_seconds: float = TIMEOUT_SECONDS, *, checked: bool = False
+) -> Iterator[World]:
+    """`open_world`, and an end for all ranks together.
+
+    What is raised inside is passed on when all ranks raise it (`AGREED`) and when there is only
+    one. Any other error is shown here, and ends every rank with its exit status; so does an exit
+    with another status than 0.
+    """
+    world = open_world(ranks, timeout_seconds, checked=checked)
+    try:
+        yield world
+    except AGREED:
+        raise
+    except BaseException as error:
+        if ranks.size == 1:
+            raise
+        status = _status(error)
+        if status != 0:
+            world.abort(status)
+        raise
+    world.free()
+
+
+def _status(error: BaseException) -> int:
+    if isinstance(error, SystemExit) and (error.code is None or isinstance(error.code, int)):
+        return error.code or 0
+    return show_failure(error)

@@ -1,0 +1,95 @@
+"""A real `headrace launch` of a small program on 4 ranks, for tests."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import psutil
+
+from launch.launcher.logs import LogDirectory
+from tests.launch.helpers import ROOT
+
+LIMIT_SECONDS = 60
+
+# Started by the tests in a process of its own, because it takes over signals.
+LAUNCH = """
+import sys
+from pathlib import Path
+from launch.launch_command import LaunchOptions, launch
+from launch.launcher.job import Patience
+launcher, log_dir, grace, program = sys.argv[1:]
+options = LaunchOptions(4, launcher=launcher, log_dir=Path(log_dir))
+patience = Patience(end_seconds=20, kill_seconds=1, record_seconds=0.5)
+command = [sys.executable, "-c", program]
+seconds = float(grace)
+raise SystemExit(launch(options, [], program=command, grace_seconds=seconds, patience=patience))
+"""
+PROGRAM = """
+import os, signal, sys, threading
+from launch.ranks import detect_ranks, is_scheduler
+if is_scheduler():
+    sys.exit()
+rank = detect_ranks().rank
+def say(text):
+    print(f"rank {rank}: {text}", flush=True)
+def go_on():
+    threading.Event().wait(120)
+"""
+
+
+class Launched:
+    """`headrace launch` of a program on 4 ranks, and what it leaves in `logs`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / "logs"
+        self.logs = LogDirectory(self.path)
+        self.process: subprocess.Popen[str] | None = None
+
+    def start(
+        self, program: str, launcher: str = "mpirun", grace_seconds: float = 0.2
+    ) -> subprocess.Popen[str]:
+        code = PROGRAM + textwrap.dedent(program)
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", LAUNCH, launcher, str(self.path), str(grace_seconds), code],
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        return self.process
+
+    def end(self) -> tuple[int, str, str]:
+        """Exit status, stdout, stderr; and no process of the launch is left."""
+        assert self.process is not None
+        out, err = self.process.communicate(timeout=LIMIT_SECONDS)
+        assert not self.left()
+        return self.process.returncode, out, err
+
+    def left(self) -> list[psutil.Process]:
+        """Processes of this launch that still run, half a minute after they should not."""
+        alive = [
+            process
+            for process in psutil.process_iter()
+            if process.pid != os.getpid() and str(self.path) in _arguments(process)
+        ]
+        return psutil.wait_procs(alive, timeout=30)[1]
+
+    def wait_for(self, line: str) -> None:
+        """Read stdout until `line`."""
+        assert self.process is not None and self.process.stdout is not None
+        for found in self.process.stdout:
+            if found == f"{line}\n":
+                return
+        raise AssertionError(f"the launch ended without saying {line!r}")
+
+
+def _arguments(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:
+        return ""
