@@ -43,6 +43,8 @@ def memory_plan(fits: bool = True) -> MemoryPlan:
         stream_bytes=0,
         read_ahead_bytes=0,
         workspace_bytes=0,
+        staging_bytes=0,
+        ahead_bytes=0,
     )
 
 
