@@ -5,8 +5,9 @@ and its state of 20.6 MiB) and of 64 MiB, from the call until the last handle is
 which look at no byte:
 
 - fio with direct I/O, the same request size and depth, over as many bytes of the store's own data
-  file, and writing in the same two places in turn; with io_uring or with one thread a request (psync), whichever is faster here. Its memory
-  asks for huge pages as ours does (a tunable of glibc), which makes it up to 70 % faster;
+  file, and writing in the same two places in turn; with io_uring or with one thread a request
+  (psync), whichever is faster here. Its memory asks for huge pages as ours does (a tunable of
+  glibc), which makes it up to 70 % faster;
 - `--loop`, and without fio: threads that do nothing but preadv / pwritev, on as much memory as
   ours.
 
