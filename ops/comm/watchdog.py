@@ -1,7 +1,6 @@
 """Makes a wait for other ranks that never ends a failure with every thread's stack.
 
-A transport that polls asks `Wait.check` between polls. One whose calls block inside a library
-keeps a `BlockedCallWatch`: its thread ends the process, as nothing can be raised there.
+Transports poll, and ask `Wait.check` between polls: nothing can be raised in a blocked call.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ class Watchdog:
             raise ValueError(f"timeout_seconds is {timeout_seconds}, it must be above 0")
         self.timeout_seconds = timeout_seconds
         self._output = output
-        self._tell_others = tell_others
+        self.tell_others = tell_others
         self._told = threading.Lock()
 
     def wait(self, what: str) -> Wait:
@@ -48,8 +47,8 @@ class Watchdog:
         message = f"{what} did not end within {self.timeout_seconds:g} s"
         self.dump(message)
         # Two threads may expire at once; the others need to be told once only.
-        if self._tell_others is not None and self._told.acquire(blocking=False):
-            self._tell_others(message)
+        if self.tell_others is not None and self._told.acquire(blocking=False):
+            self.tell_others(message)
         return CommError(f"{message}; the stacks of all threads are on stderr")
 
     def dump(self, message: str) -> None:

@@ -18,6 +18,14 @@ from ops.errors import CommError
 SUMMED = ("float32", "float64", "int32", "int64", "uint8")
 CARRIED = (*SUMMED, "uint16", "float16")
 PERIOD = 4099
+# A transport that is slow, or was made with another bound, sets these before it runs the suite.
+MESSAGE_BYTES = 8 << 20
+OUTSTANDING = OUTSTANDING_BYTES_MAX
+# Many MiB to check what does not depend on the transport.
+LONG = (
+    "all_reduce_around_the_border_of_a_piece",
+    "reduce_scatter_gives_each_rank_its_part_of_the_sum",
+)
 CHECKS: list[Callable[[World], None]] = []
 
 
@@ -155,7 +163,7 @@ def all_to_all_with_uneven_and_zero_counts(world: World) -> None:
         return 0
 
     def large(i: int, j: int) -> int:
-        return 300_000 + i - j
+        return 70_000 + i - j
 
     for count in (uneven, only_one_sends, nothing, large):
         for dtype in ("uint16", "float32", "int64", "uint8"):
@@ -195,9 +203,9 @@ def messages_of_one_tag_keep_their_order(world: World) -> None:
 
 @check
 def send_does_not_wait_for_the_receiver(world: World) -> None:
-    """Everybody sends 24 MiB, changes the array, and only then anybody receives."""
+    """Everybody sends three long messages, changes the array, and only then anybody receives."""
     right, left = (world.rank + 1) % world.size, (world.rank - 1) % world.size
-    array = np.full(2 << 20, float(world.rank), np.float32)
+    array = np.full(MESSAGE_BYTES // 4, float(world.rank), np.float32)
     for _ in range(3):
         world.send(array, right)
         array += world.size
@@ -209,7 +217,7 @@ def send_does_not_wait_for_the_receiver(world: World) -> None:
 @check
 def send_waits_once_too_much_is_outstanding(world: World) -> None:
     """More than the bound passes when the receiver takes it; nothing is lost."""
-    count = OUTSTANDING_BYTES_MAX // 3 // 8
+    count = OUTSTANDING // 3 // 8
     if world.rank == 0:
         for i in range(5):
             world.send(np.full(count, i, np.int64), 1)
@@ -261,7 +269,7 @@ def two_communicators_in_two_threads(world: World) -> None:
 
     def work(group: Communicator, number: int) -> None:
         try:
-            for step in range(12):
+            for step in range(6):
                 count = 1 + 7000 * ((step + number) % 3)
                 out = np.empty(count * group.size, np.float32)
                 shard = np.full(count, group.rank + step + number, np.float32)
