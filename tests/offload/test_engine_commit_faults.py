@@ -14,9 +14,9 @@ from offload.testing_storage import BUFFERED, Fault, FaultyDirectoryFiles, Fault
 from ops.errors import StorageError
 from tests.offload.courses import after, train, uninterrupted
 from tests.offload.test_engine_resume import COURSES, check_resumes, on_disk, tight
-from tests.offload.watch import hang_guard  # noqa: F401
+from tests.offload.watch import hang_guard, one_call_a_block  # noqa: F401
 
-pytestmark = pytest.mark.usefixtures("hang_guard")
+pytestmark = pytest.mark.usefixtures("hang_guard", "one_call_a_block")
 
 
 def stops(course, config, at_op: int, verb: str, code: int):

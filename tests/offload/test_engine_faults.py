@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import errno
 import threading
-from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
@@ -18,7 +17,7 @@ from offload.nvme.files import open_os_file
 from offload.testing import RandomDelays, Toy, budgets, smallest_budgets, toy_plan, toy_run
 from offload.testing_storage import BUFFERED, Fault, FaultyStorage, Gate
 from ops.errors import StorageError
-from tests.offload.watch import hang_guard  # noqa: F401
+from tests.offload.watch import hang_guard, one_call_a_block  # noqa: F401
 
 pytestmark = pytest.mark.usefixtures("hang_guard")
 
@@ -42,28 +41,9 @@ def in_memory(tmp_path_factory):
         return [*losses, run.digest()]
 
 
-@contextmanager
-def one_call_a_block():
-    """Which neighbours share a system call is a matter of timing; a count of calls must not be."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("offload.nvme.transfers.NEIGHBOURS_MAX", 1)
-        yield
-
-
 @pytest.fixture(scope="module")
-def counted(tmp_path_factory):
+def num_calls(tmp_path_factory, one_call_a_block):  # noqa: F811
     """How many reads and writes the initial values and the whole run make."""
-    with one_call_a_block():
-        return count_calls(tmp_path_factory)
-
-
-@pytest.fixture
-def num_calls(counted):
-    with one_call_a_block():
-        yield counted
-
-
-def count_calls(tmp_path_factory):
     files = FaultyStorage()
     config = config_of(tmp_path_factory.mktemp("count"), gradient_spill="always")
     with toy_run(TOY, config, OPTIMIZER, open_file=files, access=BUFFERED) as run:

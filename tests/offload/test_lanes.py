@@ -19,7 +19,7 @@ from offload.residency import DeviceState
 from offload.schedule import Stage
 from offload.testing import RandomDelays, Toy, ToyRun, budgets, smallest_budgets, toy_run
 from offload.testing_storage import FaultyStorage, Gate
-from tests.offload.watch import hang_guard  # noqa: F401
+from tests.offload.watch import hang_guard, one_call_a_block  # noqa: F401
 
 pytestmark = pytest.mark.usefixtures("hang_guard")
 
@@ -176,6 +176,7 @@ def test_a_cold_unit_used_again_within_the_window_is_read_and_uploaded_once(tmp_
         assert run.engine.stats.snapshot().transfers - uploads == 1
 
 
+@pytest.mark.usefixtures("one_call_a_block")
 def test_a_lease_during_a_read_ahead_waits_for_it_and_reads_nothing_itself(tmp_path):
     """C28, in the middle of the read."""
     files = FaultyStorage()
@@ -204,6 +205,7 @@ def test_a_lease_during_a_read_ahead_waits_for_it_and_reads_nothing_itself(tmp_p
         assert files.file.num_calls["read"] == calls + 1
 
 
+@pytest.mark.usefixtures("one_call_a_block")
 @pytest.mark.parametrize("num_ahead", [2, 3, 5])
 def test_a_run_of_cold_layers_is_read_ahead_as_far_as_the_window_has_bytes(tmp_path, num_ahead):
     """C46: the distance is bytes, so several cold layers in a row are on their way together.

@@ -35,6 +35,18 @@ def hang_guard(capfd) -> Iterator[None]:
     os.close(real_stderr)
 
 
+@pytest.fixture(scope="module")
+def one_call_a_block() -> Iterator[None]:
+    """Each block is written and read by a call of its own.
+
+    Which neighbours share a call is a matter of timing, and so is how many calls there are: a
+    fault at the 30th may never strike.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("offload.nvme.transfers.NEIGHBOURS_MAX", 1)
+        yield
+
+
 class BudgetWatch:
     """Samples what every tier holds, from its own thread, until the body ends."""
 
