@@ -35,6 +35,7 @@ _STATE_KEYS = frozenset(
     }
 )
 _SECTIONS = ("model", "train", "optimizer", "data")
+_SUPERSEDED = "has been superseded"
 _IDLE_POLICY = "offload.idle_expert_policy"
 
 
@@ -89,8 +90,10 @@ def starting_point(config: RunConfig, store: NvmeStore, resume: bool) -> Startin
         )
     by = "" if run.get("name") == config.name else f" of {run.get('name')}"
     message = f"resuming after step {run['step']} (commit {record.generation}{by})"
-    for skipped in record.skipped:
-        message += f"; {skipped}"
+    # A slot that a later commit has superseded is none that could have been taken.
+    damaged = [reason for reason in record.skipped if not reason.endswith(_SUPERSEDED)]
+    if damaged:
+        message += f"; it is the newest that is whole, not usable: {', '.join(damaged)}"
     if changed:
         message += "; changed since: " + ", ".join(
             f"{key} = {now} (was {was})" for key, (was, now) in sorted(changed.items())

@@ -20,11 +20,16 @@ def configured(*overrides: str) -> RunConfig:
     return load_config("tiny-moe", overrides)
 
 
+def publish(store: NvmeStore, config: RunConfig, step: int) -> None:
+    """Commit `step` of the run of `config`."""
+    run = {"step": step, "cursor": CURSOR.to_json(), **save_plan(config).facts}
+    store.publish(store.cut({"step": step, "run": json.loads(json.dumps(run))}))
+
+
 def going_on(folder: Path, was: RunConfig, now: RunConfig) -> StartingPoint:
     """Commit step 3 of the run `was`; where the run `now` begins after it."""
-    run = {"step": 3, "cursor": CURSOR.to_json(), **save_plan(was).facts}
     with NvmeStore(str(folder), 1 << 20, workers=1) as store:
-        store.publish(store.cut({"step": 3, "run": json.loads(json.dumps(run))}))
+        publish(store, was, 3)
     with NvmeStore(str(folder), 1 << 20, workers=1, resume=True) as store:
         return starting_point(now, store, resume=True)
 
@@ -33,6 +38,43 @@ def test_the_same_run_goes_on_at_its_place_in_the_data(tmp_path: Path) -> None:
     config = configured("train.freeze=[embed.*]")
     start = going_on(tmp_path, config, config)
     assert start == StartingPoint(3, CURSOR, True, "resuming after step 3 (commit 1)")
+
+
+def test_without_a_commit_it_starts_at_0_and_says_so(tmp_path: Path) -> None:
+    with NvmeStore(str(tmp_path), 1 << 20, workers=1, resume=True) as store:
+        start = starting_point(configured(), store, resume=True)
+        cursor = Cursor(seed=configured().data.seed)
+        message = f"starting at step 0: no commit in {store.directory}"
+    assert start == StartingPoint(0, cursor, False, message)
+
+
+@pytest.fixture
+def superseded(tmp_path: Path) -> Path:
+    """A store whose commit 2 has superseded commit 1; both manifests are still there."""
+    with NvmeStore(str(tmp_path), 1 << 20, workers=1) as store:
+        for step in (3, 6):
+            publish(store, configured(), step)
+    return tmp_path
+
+
+def test_a_superseded_commit_is_not_worth_a_word(superseded: Path) -> None:
+    """It read as if something had been lost."""
+    with NvmeStore(str(superseded), 1 << 20, workers=1, resume=True) as store:
+        assert store.recovered is not None and store.recovered.skipped
+        message = starting_point(configured(), store, resume=True).message
+    assert message == "resuming after step 6 (commit 2)"
+
+
+def test_a_damaged_commit_is_told_beside_the_one_that_is_taken(superseded: Path) -> None:
+    """Steps are made again; the user must know why."""
+    newest = superseded / "rank-00000/manifest.0"
+    newest.write_bytes(newest.read_bytes()[:-1] + b"?")
+    with NvmeStore(str(superseded), 1 << 20, workers=1, resume=True) as store:
+        message = starting_point(configured(), store, resume=True).message
+    taken, told = message.split("; ")
+    assert taken == "resuming after step 3 (commit 1)"
+    assert told.startswith("it is the newest that is whole, not usable: manifest.0: ")
+    assert "superseded" not in told
 
 
 def test_budgets_and_pipeline_are_nobodys_business(tmp_path: Path) -> None:
