@@ -115,12 +115,6 @@ class HostMemory:
         """Whether a spilled gradient is still on its way."""
         return len(self.grad_slots) < self._num_grad_slots
 
-    def drop_caches(self) -> None:
-        """Evict every cold weight that nobody holds."""
-        for name in [*self._cached, *self._lent]:
-            if self._shared.units[name].evictable_host_weight():
-                self.drop_weight(name)
-
     def reclaim_slots(self) -> bool:
         """Take back the slots that only hold cached weights; False while one is being uploaded."""
         for name in [n for n in self._lent if self._shared.units[n].evictable_host_weight()]:

@@ -19,7 +19,7 @@ from offload.residency import DeviceState
 from offload.schedule import Stage
 from offload.testing import RandomDelays, Toy, ToyRun, budgets, smallest_budgets, toy_run
 from offload.testing_storage import FaultyStorage, Gate
-from tests.offload.watch import hang_guard, one_call_a_block  # noqa: F401
+from tests.offload.watch import drop_cached_weights, hang_guard, one_call_a_block  # noqa: F401
 
 pytestmark = pytest.mark.usefixtures("hang_guard")
 
@@ -149,8 +149,7 @@ def cold_run(directory, num_ahead: int, files: FaultyStorage, **options: Any) ->
         with run.engine._shared.changed:
             for unit in units:
                 run.engine._pipeline.drop_device(unit)
-                if unit.weight_on_nvme and unit.host_weight is not None:
-                    run.engine._memory.drop_weight(unit.name)
+            drop_cached_weights(run)
         yield run
 
 

@@ -15,7 +15,7 @@ from offload.residency import DeviceState
 from offload.schedule import Stage
 from offload.testing import RandomDelays, Toy, ToyRun, budgets, smallest_budgets, toy_run
 from offload.testing_storage import BUFFERED, FaultyStorage, Gate
-from tests.offload.watch import hang_guard  # noqa: F401
+from tests.offload.watch import drop_cached_weights, hang_guard  # noqa: F401
 
 pytestmark = pytest.mark.usefixtures("hang_guard")
 
@@ -154,7 +154,7 @@ def test_a_read_that_arrives_after_its_guess_was_refused_resurrects_nothing(tmp_
         wait_until(run, lambda: is_at_rest(run))
         with run.engine._shared.changed:
             run.engine._pipeline.drop_device(unit_of(run, "l0.e0"))
-            run.engine._memory.drop_caches()
+            drop_cached_weights(run)
         assert unit_of(run, "l0.e0").host_weight is None
         gate = Gate("read", at_op=files.file.num_calls["read"])
         files.faults.append(gate.fault)
@@ -167,7 +167,7 @@ def test_a_read_that_arrives_after_its_guess_was_refused_resurrects_nothing(tmp_
         gate.open()
         wait_until(run, lambda: unit_of(run, "l0.e0").host_ready)
         with run.engine._shared.changed:
-            run.engine._memory.drop_caches()
+            drop_cached_weights(run)
         assert unit_of(run, "l0.e0").host_weight is None and not unit_of(run, "l0.e0").host_ready
         run.check_buffers()
         losses = [run.step(number, RATE) for number in (2, 3)]

@@ -16,7 +16,7 @@ from offload.schedule import Stage
 from offload.testing import Toy, ToyRun, budgets, smallest_budgets, toy_plan, toy_run
 from offload.update_job import UpdateJob
 from ops.errors import StorageError
-from tests.offload.watch import hang_guard  # noqa: F401
+from tests.offload.watch import drop_cached_weights, hang_guard  # noqa: F401
 
 pytestmark = pytest.mark.usefixtures("hang_guard")
 
@@ -181,7 +181,7 @@ def test_what_a_job_holds_stays_until_it_is_published_even_if_its_writes_are_fas
             with engine._shared.changed:
                 while engine._updates._writes.in_flight:
                     engine._shared.changed.wait()
-                engine._memory.drop_caches()
+                drop_cached_weights(run)
             assert unit.host_weight is not None
             publish(job, hold)
 

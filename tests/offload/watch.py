@@ -12,6 +12,7 @@ import pytest
 
 from offload.config import OffloadConfig
 from offload.engine import OffloadEngine
+from offload.testing import ToyRun
 
 
 @contextmanager
@@ -45,6 +46,13 @@ def one_call_a_block() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("offload.nvme.transfers.NEIGHBOURS_MAX", 1)
         yield
+
+
+def drop_cached_weights(run: ToyRun) -> None:
+    """Evict every cold weight in host that nobody holds, as the need of others does (lock held)."""
+    for unit in run.engine._shared.units.values():
+        if unit.evictable_host_weight():
+            run.engine._memory.drop_weight(unit.name)
 
 
 class BudgetWatch:
