@@ -232,11 +232,6 @@ class NvmeStore:
         with self._queue.lock:
             self._queue.hurry(handle, deadline)
 
-    def contains(self, block: str) -> bool:
-        """Whether `block` is stored or being written; does not block."""
-        with self._queue.lock:
-            return self._order.length_of(block) is not None
-
     def nbytes(self, block: str) -> int:
         """The logical length of `block` (of its last submitted write); StorageError if unknown."""
         with self._queue.lock:
@@ -254,12 +249,6 @@ class NvmeStore:
             self._queue.check()
             self._table.remove(block)
             self._queue.changed.notify_all()
-
-    def version_of(self, block: str) -> int | None:
-        """The `version` of the last submitted (or recovered) write; None for an unknown block."""
-        with self._queue.lock:
-            stored = self._order.latest_of(block)
-            return None if stored is None else stored.version
 
     def blocks(self) -> dict[str, tuple[int, int]]:
         """Every block that is not transient: name to (nbytes, version); O(blocks)."""

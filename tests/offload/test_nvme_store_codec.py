@@ -294,7 +294,7 @@ def test_a_full_disk_in_an_encoded_frame_is_named_and_latched(open_store, at_byt
     with pytest.raises(StorageError, match="ENOSPC") as caught:
         write(store, "block", moments(2 * MIB))
     assert caught.value.block == "block" and caught.value.wanted_bytes < MIB
-    assert not store.contains("block")
+    assert "block" not in store.blocks()
     with pytest.raises(StorageError, match="ENOSPC"):
         store.write("other", moments(UNIT), "update")
 

@@ -249,7 +249,7 @@ def test_waiting_twice_and_waiting_for_nothing_are_fine(open_store):
     calls = len(file.ranges)
     read.wait()  # a late wait brings nothing back
     handle.wait()
-    assert not store.contains("a") and len(file.ranges) == calls
+    assert "a" not in store.blocks() and len(file.ranges) == calls
 
 
 def test_a_wait_with_a_timeout_says_so_and_may_be_repeated(open_store):
