@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from launch.config import RunConfig
+from launch.mesh_plan import RankPlan, merge_alike
 from launch.resume import StartingPoint, save_plan, starting_point
 from moe.data.bigram import bigram_nats_per_token
 from moe.data.load import RunData, load_data
 from moe.data.stream import BatchStream, Cursor, Sequences, evaluation_batches
 from moe.memory import activation_specs, demands_of, is_batch_major, layouts_of, stage_dims
+from moe.mesh import Mesh
 from moe.params import initial_values, slice_rows
 from moe.schedule import gradient_uses
 from offload.engine import OffloadEngine
@@ -38,13 +40,14 @@ if TYPE_CHECKING:  # these import MindSpore, which a plan does without
     from ops.nn.stages import Stages
 
 
-def make_plan(config: RunConfig, resumed: bool = False) -> MemoryPlan:
-    """Where everything would live, and whether it fits; needs no MindSpore and no disk.
+def make_plan(config: RunConfig, resumed: bool = False, rank: int = 0) -> MemoryPlan:
+    """Where everything of `rank` would live, and whether it fits; no MindSpore, no disk.
 
     A `resumed` run has to keep the commit it starts from.
     """
-    layouts = layouts_of(config.model, config.train, config.optimizer.decay_norms)
-    demands = demands_of(config.model, config.train, layouts)
+    share = Mesh(config.parallel).share(config.model, rank)
+    layouts = layouts_of(config.model, config.train, config.optimizer.decay_norms, share)
+    demands = demands_of(config.model, config.train, layouts, share)
     return plan_memory(
         layouts,
         config.offload,
@@ -54,20 +57,42 @@ def make_plan(config: RunConfig, resumed: bool = False) -> MemoryPlan:
     )
 
 
-def require_memory(config: RunConfig, plan: MemoryPlan, available: int) -> None:
+def make_plans(config: RunConfig, resumed: bool = False) -> list[RankPlan]:
+    """The plans of all ranks, one for each set of ranks that are alike.
+
+    Ranks of a stage differ in which heads, rows and experts they have, not in how many; only what
+    is frozen can tell experts apart. So the cost is about that of one rank's plan of the model.
+    """
+    mesh = Mesh(config.parallel)
+    alike: dict[tuple[int, int], list[int]] = {}
+    for rank in range(mesh.num_ranks):
+        at = mesh.coordinates(rank)
+        alike.setdefault((at.pp, at.ep if config.train.freeze else 0), []).append(rank)
+    return merge_alike(
+        [RankPlan(tuple(ranks), make_plan(config, resumed, ranks[0])) for ranks in alike.values()]
+    )
+
+
+def require_memory(
+    config: RunConfig, plan: MemoryPlan, available: int, rank: int = 0, local_ranks: int = 1
+) -> None:
     """Raise PlanError when this machine has fewer than the bytes the plan will touch.
 
-    On CPU the device's memory is the host's. A capacity larger than what will be used costs
-    nothing, because arenas take their pages on first use.
+    `plan` is that of `rank`, one of `local_ranks` here that take about as much each. On CPU the
+    device's memory is the host's. A capacity larger than what will be used costs nothing, because
+    arenas take their pages on first use.
     """
-    layouts = layouts_of(config.model, config.train, config.optimizer.decay_norms)
-    weights = sum(layout.device_nbytes for layout in layouts)
+    share = Mesh(config.parallel).share(config.model, rank)
+    layouts = layouts_of(config.model, config.train, config.optimizer.decay_norms, share)
+    # A gathered unit is dropped after its use; only whole ones stay on the device.
+    kept = sum(layout.device_nbytes for layout in layouts if layout.gathered is layout)
     device = plan.tiers["device"]
-    device_bytes = min(device.capacity_bytes, device.minimum_bytes + weights)
+    device_bytes = min(device.capacity_bytes, device.minimum_bytes + plan.ahead_bytes + kept)
     host_bytes = plan.tiers["host"].used_bytes
-    if host_bytes + device_bytes > available:
+    if local_ranks * (host_bytes + device_bytes) > available:
+        who = "the run" if local_ranks == 1 else f"each of the {local_ranks} ranks on it"
         raise PlanError(
-            f"this machine has {format_bytes(available)} of memory available, but the run would "
+            f"this machine has {format_bytes(available)} of memory available, but {who} would "
             f"take {format_bytes(host_bytes)} for offload.host.capacity and "
             f"{format_bytes(device_bytes)} for offload.device.capacity (on CPU the device's memory "
             "is the host's): lower one of them, see `headrace plan`."

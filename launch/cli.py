@@ -104,16 +104,16 @@ def _train(
     resume: bool,
     again: str,
 ) -> None:
-    from launch.build import make_plan, run_training
+    from launch.build import make_plans, run_training
+    from launch.mesh_plan import require_all_fit
     from launch.notices import warnings_shown
-    from launch.plan import require_fit
     from launch.progress import ConsoleObserver, Observers, RunConsole
     from launch.report import REPORT_FILE, ReportWriter, prepare_run_dir
     from launch.signals import stop_on_signals
     from launch.trace_observer import TraceObserver
     from ops.trace import NO_TRACE, Trace
 
-    require_fit(make_plan(config, resume))
+    require_all_fit(make_plans(config, resume))
     directory = prepare_run_dir(run_dir, config.name, resume)
     trace = NO_TRACE if trace_file is None else Trace(trace_file)
     stop = threading.Event()
@@ -165,21 +165,33 @@ def plan(
     source: ConfigArgument,
     overrides: SetOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+    hostfile: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option("--hostfile", metavar="FILE", help="Machines, to warn of slow groups."),
+    ] = None,
 ) -> None:
-    """Show what each tier would hold and whether it fits. Exit: 0 it fits, 2 it does not."""
+    """Show what each tier of each rank would hold. Exit: 0 it fits, 2 it does not."""
     from rich.console import Console
 
-    from launch.build import make_plan
-    from launch.plan import plan_to_dict, render_plan, require_fit
+    from launch.build import make_plans
+    from launch.hostfile import read_hostfile
+    from launch.mesh_plan import mesh_plan_to_dict, render_mesh_plan, require_all_fit
+    from launch.plan import render_plan
     from launch.report import to_json
+    from moe.mesh import Mesh, machines_of
 
     config = load_config(source, overrides or ())
-    memory_plan = make_plan(config)
+    slots = [host.slots for host in read_hostfile(hostfile)] if hostfile else []
+    if slots:
+        machines_of(Mesh(config.parallel), slots)  # refuses too few
+    plans = make_plans(config)
     if as_json:
-        typer.echo(to_json(plan_to_dict(config.name, memory_plan), indent=2))
+        typer.echo(to_json(mesh_plan_to_dict(config, plans, slots), indent=2))
+    elif config.parallel.num_ranks == 1:
+        render_plan(config.name, plans[0].plan, Console())
     else:
-        render_plan(config.name, memory_plan, Console())
-    require_fit(memory_plan)
+        render_mesh_plan(config, plans, Console(), slots)
+    require_all_fit(plans)
 
 
 @app.command("config")

@@ -1,4 +1,4 @@
-"""`headrace plan`: a memory plan as tables and as JSON, and the refusal of one that cannot fit.
+"""`headrace plan`: one rank's memory plan as tables and as JSON.
 
 Presentation only; the arithmetic is in `offload/placement.py`. Works without MindSpore.
 """
@@ -11,7 +11,6 @@ from rich.console import Console
 from rich.table import Table
 
 from offload.placement import MemoryPlan, Term
-from ops.errors import PlanError
 from ops.units import format_bytes
 
 
@@ -42,27 +41,26 @@ def _terms(terms: tuple[Term, ...]) -> list[dict[str, Any]]:
     return [{"name": term.name, "bytes": term.nbytes, "why": term.why} for term in terms]
 
 
-def require_fit(plan: MemoryPlan) -> None:
-    """Raise PlanError, with the arithmetic and what would make it fit, unless the plan fits."""
-    if not plan.fits:
-        raise PlanError("; ".join((*plan.problems, *plan.remedies)) + ".")
-
-
 def render_plan(name: str, plan: MemoryPlan, console: Console) -> None:
     """Print components by tier, the terms of every tier's use and minimum, and the verdict.
 
-    Why a plan does not fit, and what would help, is said by `require_fit`.
+    Why a plan does not fit, and what would help, is said by `require_all_fit`.
     """
     console.print(
         f"{name}: {plan.parameters:,} parameters, {format_bytes(plan.state_bytes)} of state",
         highlight=False,
         markup=False,
     )
+    render_terms(plan, console)
+    verdict = "The plan fits." if plan.fits else "The plan does not fit."
+    console.print(verdict, style="bold", highlight=False)
+
+
+def render_terms(plan: MemoryPlan, console: Console) -> None:
+    """Print components by tier, and the terms of every tier's use and minimum."""
     console.print(_components_table(plan))
     for tier in plan.tiers:
         console.print(_terms_table(plan, tier))
-    verdict = "The plan fits." if plan.fits else "The plan does not fit."
-    console.print(verdict, style="bold", highlight=False)
 
 
 def _components_table(plan: MemoryPlan) -> Table:

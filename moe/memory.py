@@ -156,5 +156,14 @@ def _workspace(model: ModelConfig, train: TrainConfig, share: Share) -> int:
             vocab_rows=max(rows for _, rows in rank_slice_rows(model, share)),
         )
         for stage in STAGES
-        if shared or not stage.startswith("shared")
+        if _runs(stage, share, bool(shared))
     )
+
+
+def _runs(stage: str, share: Share, has_shared: bool) -> bool:
+    """Whether a rank ever calls `stage`: the ends of the model are on the outer stages only."""
+    if stage.startswith("embed"):
+        return share.has_embedding
+    if stage.startswith(("head", "final_norm")):
+        return share.has_head
+    return has_shared or not stage.startswith("shared")

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from launch.mesh_plan import RankPlan
 from offload.placement import MemoryPlan, Term, TierPlan
 
 ROOT = Path(__file__).parents[2]
@@ -46,6 +47,11 @@ def memory_plan(fits: bool = True) -> MemoryPlan:
         staging_bytes=0,
         ahead_bytes=0,
     )
+
+
+def rank_plans(fits: bool = True) -> list[RankPlan]:
+    """The plans of a run with one rank."""
+    return [RankPlan((0,), memory_plan(fits))]
 
 
 def step_record(step: int, **changes: Any) -> dict[str, Any]:

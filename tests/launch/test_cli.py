@@ -30,7 +30,7 @@ from ops.errors import (
     StorageError,
 )
 from ops.trace import Tracer, TraceReader
-from tests.launch.helpers import ROOT, memory_plan, run_python, run_report, step_record
+from tests.launch.helpers import ROOT, rank_plans, run_python, run_report, step_record
 
 Call = Callable[..., int]
 INFO = {"name": "n", "steps": 2, "parameters": 1, "state_bytes": 12}
@@ -59,7 +59,7 @@ def build(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
         observer.on_end(run_report())
 
     module.run_training = run_training  # type: ignore[attr-defined]
-    module.make_plan = lambda config, resumed=False: memory_plan()  # type: ignore[attr-defined]
+    module.make_plans = lambda config, resumed=False: rank_plans()  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "launch.build", module)
     monkeypatch.setattr("launch.build", module, raising=False)
     return module
@@ -145,7 +145,7 @@ def test_the_traceback_comes_when_asked_for(
 def test_a_plan_that_does_not_fit_is_refused_before_anything_is_made(
     build: types.ModuleType, call: Call, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    build.make_plan = lambda config, resumed=False: memory_plan(fits=False)  # type: ignore[attr-defined]
+    build.make_plans = lambda config, resumed=False: rank_plans(fits=False)  # type: ignore[attr-defined]
     assert call("train", "tiny-moe") == 2
     assert "set offload.host.capacity to at least 8MiB." in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
@@ -213,7 +213,7 @@ def test_bad_arguments_exit_2(
 def test_plan_prints_everything_and_then_says_whether_it_fits(
     build: types.ModuleType, call: Call, capsys: pytest.CaptureFixture[str], fits: bool
 ) -> None:
-    build.make_plan = lambda config, resumed=False: memory_plan(fits)  # type: ignore[attr-defined]
+    build.make_plans = lambda config, resumed=False: rank_plans(fits)  # type: ignore[attr-defined]
     status = 0 if fits else 2
     assert call("plan", "tiny-moe") == status
     tables = capsys.readouterr()
@@ -224,6 +224,37 @@ def test_plan_prints_everything_and_then_says_whether_it_fits(
     for errors in (tables.err, values.err):
         assert errors.count("\n") == (not fits)
         assert ("set offload.host.capacity to at least 8MiB." in errors) is not fits
+
+
+def test_plan_shows_every_rank_and_warns_of_the_machines_of_a_hostfile(
+    call: Call, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("hosts").write_text("one slots=3\ntwo slots=5\n")
+    sets = ["--set", "parallel.model_parallel=4", "--set", "parallel.data_parallel=2"]
+    assert call("plan", "tiny-moe", *sets, "--hostfile", "hosts") == 0
+    shown = capsys.readouterr().out
+    assert "mesh: 8 ranks" in shown and "0-7" in shown
+    assert "1 of 2 operator-parallel groups cross" in " ".join(shown.split())
+    assert call("plan", "tiny-moe", *sets, "--hostfile", "hosts", "--json") == 0
+    assert len(json.loads(capsys.readouterr().out)["warnings"]) == 1
+    assert call("plan", "tiny-moe", *sets, "--set", "parallel.pipeline_stage=3",
+                "--hostfile", "hosts") == 2  # fmt: skip
+    assert "the machines have 8 slots in all" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["plan", "config", "train"])
+def test_a_mesh_that_cannot_work_is_refused_by_every_command(
+    call: Call, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    assert call(command, "tiny-moe", "--set", "parallel.model_parallel=3") == 2
+    assert "parallel.model_parallel = 3 is not possible" in capsys.readouterr().err
+
+
+def test_train_refuses_another_number_of_ranks_than_the_mesh_has(
+    build: types.ModuleType, call: Call, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call("train", "tiny-moe", "--set", "parallel.data_parallel=4") == 2
+    assert "= 4 ranks, but 1 is running: allowed are 4 ranks" in capsys.readouterr().err
 
 
 def test_config_prints_what_it_reads_back(
@@ -299,8 +330,8 @@ def run_training(config, run_dir, steps, observer, stop, trace, resume):
         raise RuntimeError("the flag never came")
     raise Stopped("stopped after step 1, as asked")
 build.run_training = run_training
-from tests.launch.helpers import memory_plan
-build.make_plan = lambda config, resumed=False: memory_plan()
+from tests.launch.helpers import rank_plans
+build.make_plans = lambda config, resumed=False: rank_plans()
 sys.modules["launch.build"] = build
 from launch import cli, environment
 environment.prepare = lambda runtime: None
