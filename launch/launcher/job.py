@@ -196,15 +196,22 @@ class Job:
         self._quote(last_lines(path))
 
     def _show_others(self, first: RankExit) -> None:
-        """The last line of every other rank that failed of itself."""
+        """The last line of every other rank that failed of itself, unless it is the same again."""
         others = [exit for exit in self._logs.exits() if _is_failure(exit) and exit != first]
-        for other in others[:_OTHERS_SHOWN]:
-            lines = last_lines(self._logs.rank_log(other.rank), 1) or [""]
-            said = lines[0].removeprefix(f"[rank {other.rank}] ")
+        known = self._last_words(first)
+        different = [other for other in others if self._last_words(other) != known]
+        for other in different[:_OTHERS_SHOWN]:
+            said = self._last_words(other)
             self._err.write(f"[rank {other.rank}] {_ended(other.status)}: {said}\n")
-        if len(others) > _OTHERS_SHOWN:
-            self._say(f"{len(others) - _OTHERS_SHOWN} more ranks failed; see {self._logs.path}")
+        if len(others) > len(different):
+            self._say(f"{len(others) - len(different)} other ranks failed with the same words")
+        if len(different) > _OTHERS_SHOWN:
+            self._say(f"{len(different) - _OTHERS_SHOWN} more failed; see {self._logs.path}")
         self._err.flush()
+
+    def _last_words(self, exit: RankExit) -> str:
+        lines = last_lines(self._logs.rank_log(exit.rank), 1) or [""]
+        return lines[0].removeprefix(f"[rank {exit.rank}] ")
 
     def _quote(self, lines: Sequence[str]) -> None:
         for line in lines:

@@ -13,7 +13,7 @@ import psutil
 from launch.launcher.logs import LogDirectory
 from tests.launch.helpers import ROOT
 
-LIMIT_SECONDS = 60
+LIMIT_SECONDS = 240
 
 # Started by the tests in a process of its own, because it takes over signals.
 LAUNCH = """
@@ -21,8 +21,9 @@ import sys
 from pathlib import Path
 from launch.launch_command import LaunchOptions, launch
 from launch.launcher.job import Patience
-launcher, log_dir, grace, program = sys.argv[1:]
-options = LaunchOptions(4, launcher=launcher, log_dir=Path(log_dir))
+launcher, log_dir, grace, hostfile, program = sys.argv[1:]
+hosts = Path(hostfile) if hostfile else None
+options = LaunchOptions(4, hosts, launcher, log_dir=Path(log_dir))
 patience = Patience(end_seconds=20, kill_seconds=1, record_seconds=0.5)
 command = [sys.executable, "-c", program]
 seconds = float(grace)
@@ -37,7 +38,7 @@ rank = detect_ranks().rank
 def say(text):
     print(f"rank {rank}: {text}", flush=True)
 def go_on():
-    threading.Event().wait(120)
+    threading.Event().wait(600)
 """
 
 
@@ -50,11 +51,17 @@ class Launched:
         self.process: subprocess.Popen[str] | None = None
 
     def start(
-        self, program: str, launcher: str = "mpirun", grace_seconds: float = 0.2
+        self,
+        program: str,
+        launcher: str = "mpirun",
+        grace_seconds: float = 0.2,
+        hostfile: Path | None = None,
     ) -> subprocess.Popen[str]:
+        """Start it; `program` finds `rank`, `say` and `go_on` defined."""
+        arguments = [launcher, str(self.path), str(grace_seconds), str(hostfile or "")]
         code = PROGRAM + textwrap.dedent(program)
         self.process = subprocess.Popen(
-            [sys.executable, "-c", LAUNCH, launcher, str(self.path), str(grace_seconds), code],
+            [sys.executable, "-c", LAUNCH, *arguments, code],
             cwd=ROOT,
             env={**os.environ, "PYTHONPATH": str(ROOT)},
             stdout=subprocess.PIPE,
@@ -66,7 +73,11 @@ class Launched:
     def end(self) -> tuple[int, str, str]:
         """Exit status, stdout, stderr; and no process of the launch is left."""
         assert self.process is not None
-        out, err = self.process.communicate(timeout=LIMIT_SECONDS)
+        try:
+            out, err = self.process.communicate(timeout=LIMIT_SECONDS)
+        except subprocess.TimeoutExpired as error:
+            logs = {path.name: path.read_text() for path in sorted(self.path.glob("*.log"))}
+            raise AssertionError(f"it does not end: {error.stderr!r}, {logs}") from None
         assert not self.left()
         return self.process.returncode, out, err
 

@@ -18,7 +18,7 @@ import launch.cli
 from launch.world import shared_world
 from ops.errors import NumericAlarm, StorageError
 def app():
-    with shared_world(detect_ranks(), 60, checked=True) as world:
+    with shared_world(detect_ranks(), 200, checked=True) as world:
 {body}
 launch.cli.app = app
 launch.cli.main()
@@ -115,5 +115,6 @@ def test_an_error_that_all_ranks_agreed_on_lets_each_end_by_itself(launched: Lau
     assert status == NumericAlarm.exit_code
     assert "rank 0: [0, 1, 2, 3]\n" in out
     assert "rank 3: has written\n" in launched.logs.rank_log(3).read_text()
-    assert err.count("headrace: the loss is not finite") == 4
+    assert err.count("headrace: the loss is not finite") == 1
+    assert "3 other ranks failed with the same words" in err
     assert [exit.status for exit in launched.logs.exits()] == [NumericAlarm.exit_code] * 4
