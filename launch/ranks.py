@@ -96,6 +96,11 @@ def is_scheduler(environment: Mapping[str, str] = os.environ) -> bool:
     return environment.get("MS_ROLE") == "MS_SCHED"
 
 
+def master_host(environment: Mapping[str, str] = os.environ) -> str:
+    """Under msrun, the address of rank 0's machine as the other machines reach it."""
+    return environment.get("MS_SCHED_HOST", "127.0.0.1")
+
+
 def rank_prefix(environment: Mapping[str, str] = os.environ) -> str:
     """`[rank 7] ` before what this rank says to a terminal that all share; empty for a single one.
 

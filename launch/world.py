@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import Iterator
 
 from launch.failures import show_failure
-from launch.ranks import RankEnvironment
+from launch.ranks import RankEnvironment, master_host
 from ops.comm.base import TIMEOUT_SECONDS, World
 from ops.comm.single import SingleRank
 from ops.errors import ConfigError, NumericAlarm, Stopped
@@ -25,16 +25,18 @@ def open_world(
     """Connect this process with the other ranks; every rank calls it, once.
 
     `timeout_seconds` bounds every wait in a collective; `checked` compares what ranks enter.
-    Blocks until all ranks are there. Raises ConfigError when the transport is not installed or is
+    Blocks until all ranks are there. msrun's scheduler, which is no rank, has to call it too, and
+    ends in it together with them. Raises ConfigError when the transport is not installed or is
     not the launcher's, CommError when it does not allow calls from several threads.
     """
+    if ranks.launcher == "msrun":
+        from ops.comm.mindspore import MindSporeCpuWorld
+
+        return MindSporeCpuWorld(
+            timeout_seconds=timeout_seconds, checked=checked, store_host=master_host()
+        )
     if ranks.size == 1:
         return SingleRank()
-    if ranks.launcher != "mpirun":
-        raise ConfigError(
-            f"{ranks.launcher} started {ranks.size} ranks, but only mpirun's can be connected yet: "
-            "use `headrace launch --launcher mpirun`."
-        )
     try:
         from ops.comm.mpi import MpiWorld
     except ImportError as error:

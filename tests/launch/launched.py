@@ -29,11 +29,15 @@ command = [sys.executable, "-c", program]
 seconds = float(grace)
 raise SystemExit(launch(options, [], program=command, grace_seconds=seconds, patience=patience))
 """
-PROGRAM = """
-import os, signal, sys, threading
-from launch.ranks import detect_ranks, is_scheduler
+WITHOUT_SCHEDULER = """
+import sys
+from launch.ranks import is_scheduler
 if is_scheduler():
     sys.exit()
+"""
+PROGRAM = """
+import os, signal, sys, threading
+from launch.ranks import detect_ranks
 rank = detect_ranks().rank
 def say(text):
     print(f"rank {rank}: {text}", flush=True)
@@ -56,10 +60,14 @@ class Launched:
         launcher: str = "mpirun",
         grace_seconds: float = 0.2,
         hostfile: Path | None = None,
+        scheduler: bool = False,
     ) -> subprocess.Popen[str]:
-        """Start it; `program` finds `rank`, `say` and `go_on` defined."""
+        """Start it; `program` finds `rank`, `say` and `go_on` defined.
+
+        `scheduler` says that it connects its ranks, so that msrun's scheduler runs it too.
+        """
         arguments = [launcher, str(self.path), str(grace_seconds), str(hostfile or "")]
-        code = PROGRAM + textwrap.dedent(program)
+        code = ("" if scheduler else WITHOUT_SCHEDULER) + PROGRAM + textwrap.dedent(program)
         self.process = subprocess.Popen(
             [sys.executable, "-c", LAUNCH, *arguments, code],
             cwd=ROOT,

@@ -118,3 +118,12 @@ def test_an_error_that_all_ranks_agreed_on_lets_each_end_by_itself(launched: Lau
     assert err.count("headrace: the loss is not finite") == 1
     assert "3 other ranks failed with the same words" in err
     assert [exit.status for exit in launched.logs.exits()] == [NumericAlarm.exit_code] * 4
+
+
+def test_under_msrun_ranks_are_connected_by_mindspore(launched: Launched) -> None:
+    """Its scheduler runs the same program, is no rank, and ends with the ranks."""
+    program = in_a_world('say(f"{world.kind} {sorted(world.all_gather_object(rank))}")')
+    launched.start(program, "msrun", scheduler=True)
+    status, out, err = launched.end()
+    assert status == 0, err
+    assert "rank 0: mindspore [0, 1, 2, 3]\n" in out
