@@ -15,7 +15,7 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
-from offload.nvme.commit import CommitCut, CommitRecord
+from offload.nvme.commit import Agree, CommitCut, CommitRecord
 from offload.nvme.store import NvmeStore
 from offload.residency import Shared, UnitState
 from ops.clock import seconds
@@ -25,8 +25,12 @@ from ops.trace import Tracer
 class Commits:
     """Requests, cuts and publishes commits. Without a store nothing may be requested."""
 
-    def __init__(self, shared: Shared, store: NvmeStore | None, trace: Tracer) -> None:
+    def __init__(
+        self, shared: Shared, store: NvmeStore | None, trace: Tracer, agree: Agree | None = None
+    ) -> None:
+        """`agree` is what the publisher calls with each commit that is durable on this rank."""
         self._shared = shared
+        self._agree = agree
         self._store = store
         self._trace = trace
         self._wanted: Mapping[str, Any] | None = None
@@ -113,7 +117,7 @@ class Commits:
                     cut = self._cut
                 started = seconds()
                 with self._trace.span("commit", "publish"):
-                    record = self._store.publish(cut)
+                    record = self._store.publish(cut, self._agree)
                 with self._shared.changed:
                     self._cut = None
                     self.last = record

@@ -105,6 +105,7 @@ class OffloadEngine:
             optimizer.weight_decay,
             parts.delay,
             parts.trace,
+            parts.agree,
         )
         self.gradients.on_complete = self._gradient_complete
         self._masters = MasterAccess(self._shared, memory, parts.store, parts.pool)

@@ -9,6 +9,7 @@ import numpy as np
 
 from offload.activations import ActivationSpec
 from offload.blocks import UnitLayout
+from offload.nvme.commit import Agree
 from offload.nvme.store import NvmeStore
 from offload.pipeline import Lease
 from offload.placement import MemoryPlan
@@ -33,7 +34,7 @@ class EngineParts:
     stages of each unit in a layer-major step. `delay` is called with the lane's name before each
     transfer; `verify_leases` checksums a device copy at lease and release. Both serve tests.
     `sharing` names the units that other ranks hold too, `everyone` all ranks, which agree on norm
-    and loss scale.
+    and loss scale; `agree` publishes the commit of all ranks (`offload/rank_commits.py`).
     """
 
     layouts: Sequence[UnitLayout]
@@ -50,6 +51,7 @@ class EngineParts:
     trace: Tracer = NO_TRACE
     sharing: Mapping[str, Sharing] = field(default_factory=dict)
     everyone: Communicator = field(default_factory=SingleRank)
+    agree: Agree | None = None
 
 
 @dataclass(frozen=True)

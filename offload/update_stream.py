@@ -21,6 +21,7 @@ from offload.arena import Buffer
 from offload.commit import Commits
 from offload.host_memory import HostMemory
 from offload.ledger import Ledger
+from offload.nvme.commit import Agree
 from offload.nvme.store import NvmeStore
 from offload.pipeline import WeightPipeline
 from offload.residency import Shared, UnitState
@@ -46,6 +47,7 @@ class UpdateStream:
         weight_decay: float,
         delay: Callable[[str], None],
         trace: Tracer,
+        agree: Agree | None = None,
     ) -> None:
         self._shared = shared
         self._host = host
@@ -65,7 +67,7 @@ class UpdateStream:
         self._cancelled = 0  # reads in flight of cancelled jobs
         self._writes = UpdateWrites(shared, self._memory, store, delay)
         self.speculation = Speculation(shared, host, pipeline, store, pool)
-        self.commits = Commits(shared, store, trace)
+        self.commits = Commits(shared, store, trace, agree)
         pipeline.updates = self
         self._thread = threading.Thread(target=self._work, name="updater", daemon=True)
         self._thread.start()

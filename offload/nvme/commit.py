@@ -8,7 +8,8 @@
 3. fsync it;
 4. rename it to a slot that holds no retained commit;
 5. fsync the directory: from here on, this commit is the one that opens;
-6. forget the commit beyond `keep_commits`: its extents may be written again.
+6. with other ranks: wait until all of them have come here and the record of all is durable;
+7. forget the commit beyond `keep_commits`: its extents may be written again.
 
 A crash before 5 leaves the older commit, whose extents nobody has touched, or the new one, which is
 whole since 3. The first failed step is latched like any I/O failure: nothing is tried again (after
@@ -23,7 +24,7 @@ from __future__ import annotations
 import enum
 import logging
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -53,6 +54,10 @@ class CommitRecord:
     meta: Mapping[str, Any]
     num_blocks: int
     skipped: tuple[str, ...] = ()
+
+
+Agree = Callable[[int], None]
+"""Called with a prepared generation; returns once all ranks' commit is published, or raises."""
 
 
 class _State(enum.Enum):
@@ -158,7 +163,7 @@ class Commits:
                 self._settle(cut, _State.ABANDONED)
                 self.table.release(cut._retained)
 
-    def publish(self, cut: CommitCut) -> CommitRecord:
+    def publish(self, cut: CommitCut, agree: Agree | None = None) -> CommitRecord:
         """See `NvmeStore.publish`."""
         with self.queue.lock:
             self._take_turn(cut)
@@ -180,6 +185,8 @@ class Commits:
                 meta=cut.meta,
             )
             self._make_durable(manifest, slot)
+            if agree is not None:
+                self._agree(agree, generation)
         except BaseException:
             with self.queue.lock:
                 self._publishing = False
@@ -258,6 +265,20 @@ class Commits:
         except StorageError as error:
             failure = StorageError(
                 f"commit {manifest.generation} failed, the last one stays: {error}", path=error.path
+            )
+            failure.__cause__ = error
+            with self.queue.lock:
+                self.queue.latch(failure)
+            raise failure from error
+
+    def _agree(self, agree: Agree, generation: int) -> None:
+        """Step 6; whatever it raises is latched: this commit may never be published again."""
+        try:
+            agree(generation)
+        except BaseException as error:
+            failure = StorageError(
+                f"commit {generation} was not published by all ranks, the last one stays: {error}",
+                path=self._directory,
             )
             failure.__cause__ = error
             with self.queue.lock:

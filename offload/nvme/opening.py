@@ -98,10 +98,12 @@ class Opening:
     open_file: OpenFile
     directory_files: DirectoryFiles
     measure: Measure
+    newest: int | None = None
 
     def open(self, resume: bool) -> OpenedStore:
         """Lock the directories and open their data files: empty, or with commits for `resume`.
 
+        Commits newer than generation `newest` are not taken.
         On failure everything is given up again. May block for reading every block of a commit.
         Raises ConfigError and StorageError as `NvmeStore`.
         """
@@ -254,7 +256,8 @@ class Opening:
         member = members[0]
         slots = read_slots(first, self.directory_files)
         try:
-            found = choose_commits(slots, member.store_id if member else None, check, verify)
+            store_id = member.store_id if member else None
+            found = choose_commits(slots, store_id, check, verify, self.newest)
         except StorageError as error:
             raise error if error.path else StorageError(str(error), path=first) from None
         assert found is not None

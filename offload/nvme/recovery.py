@@ -139,10 +139,15 @@ class _Choice:
 
 
 def choose_commits(
-    slots: Sequence[Slot], store_id: str | None, check: Check, verify: Verify
+    slots: Sequence[Slot],
+    store_id: str | None,
+    check: Check,
+    verify: Verify,
+    newest: int | None = None,
 ) -> FoundCommits | None:
     """The newest commit that can be opened and the older ones it retains; None without slots.
 
+    With `newest` no commit of a later generation is taken: other ranks never agreed on it.
     `store_id` is what the directory says (None: nothing readable). Blocks for reading when a commit
     has to be verified. Raises what `check` raises for the newest manifest, and StorageError when
     there are slots but no commit can be opened.
@@ -165,7 +170,15 @@ def choose_commits(
             refused[index] = f"generation {manifest.generation} is in another slot, too"
         else:
             own.append((index, manifest))
-    choice = _Choice({slot.index for slot in slots}, bool(refused), verify, refused=refused)
+    doubt = bool(refused)
+    if newest is not None:
+        unagreed = [(index, x) for index, x in own if x.generation > newest]
+        refused |= {
+            index: f"generation {x.generation} was not published by all ranks"
+            for index, x in unagreed
+        }
+        own = own[len(unagreed) :]
+    choice = _Choice({slot.index for slot in slots}, doubt, verify, refused=refused)
     for index, manifest in own:
         if not choice.taken:
             check(manifest)

@@ -25,7 +25,7 @@ from offload.nvme.aligned import AccessMode, address_of, bytes_of
 from offload.nvme.bandwidth import Measure, measure_bandwidth
 from offload.nvme.codec import CodecSetup
 from offload.nvme.codec_policy import DriveSpeed
-from offload.nvme.commit import CommitCut, CommitRecord, Commits, sync_data
+from offload.nvme.commit import Agree, CommitCut, CommitRecord, Commits, sync_data
 from offload.nvme.directory import check_settings
 from offload.nvme.files import (
     DirectoryFiles,
@@ -71,6 +71,7 @@ class NvmeStore:
         open_file: OpenFile = open_os_file,
         keep_commits: int = 1,
         resume: bool = False,
+        newest: int | None = None,
         directory_files: DirectoryFiles | None = None,
         measure: Measure = measure_bandwidth,
         codec: str = "none",
@@ -80,9 +81,8 @@ class NvmeStore:
         """Become the owner of this rank's directory under `paths` and open a store in it.
 
         The store is empty, what was there is discarded; with `resume` it holds the newest commit
-        (`recovered`), if there is one. `keep_commits` commits are retained. `required_bytes`
-        (default: the capacity) must be free on the disk now. `transfers_max` bounds transfers in
-        flight. `access` overrides probing the file system, `base_offset` leaves the start of the
+        (`recovered`), up to generation `newest`, if there is one. `keep_commits` are retained.
+        `required_bytes` (default: the capacity) must be free now. `transfers_max` in flight. `access` overrides probing the file system, `base_offset` leaves the start of the
         data file unused, `open_file` and `directory_files` replace the operating system. Several
         paths share the blocks in proportion to what `measure` says of them. With `codec` `lz4`
         frames are encoded where it pays (`offload/nvme/codec.py`), at the drive's speed as measured
@@ -107,6 +107,7 @@ class NvmeStore:
             open_file=setup.watched(open_file),
             directory_files=directory_files or OsDirectoryFiles(),
             measure=measure,
+            newest=newest,
         )
         self._opened = opening.open(resume)
         self.access = self._opened.access
@@ -266,15 +267,17 @@ class NvmeStore:
         """
         return self._commits.cut(meta, awaited)
 
-    def publish(self, cut: CommitCut) -> CommitRecord:
+    def publish(self, cut: CommitCut, agree: Agree | None = None) -> CommitRecord:
         """Make `cut` the newest commit and let go of the one beyond `keep_commits`; blocks.
 
         Waits for its writes in flight and for earlier cuts to be published or abandoned. When it
-        returns, the commit survives any crash. Raises StorageError, which is latched, and then the
-        last commit is intact; ValueError for a cut that is published or abandoned.
+        returns, the commit survives any crash. `agree` is called before the older one is let go, as
+        soon as this one is durable, and returns when the commit of all ranks is published. Raises
+        StorageError, which is latched, and then the last commit is intact; ValueError for a cut
+        that is published or abandoned.
         """
         self._workers.refuse_on_worker()
-        return self._commits.publish(cut)
+        return self._commits.publish(cut, agree)
 
     def abandon(self, cut: CommitCut) -> None:
         """Let go of a cut that will not be published; again, or after publishing: nothing."""

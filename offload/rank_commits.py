@@ -1,0 +1,161 @@
+"""Commits of several ranks: the published record is the only commit point.
+
+Every rank makes its own part durable (`offload/nvme/commit.py`); that is a *prepared* commit. Then
+
+1. all ranks tell each other which generation of their store they have prepared, or why not;
+2. rank 0 writes the record of all of them beside its store, durably and at once;
+3. all ranks learn that it is there, and only then let go of the commit before.
+
+A crash before 2 leaves some prepared parts that nobody takes: resuming asks the record for the
+generation of every rank, and a later one is discarded. A crash after 2 leaves the new commit whole
+on every rank. Nobody frees anything of the last commit before 3, so there is always one.
+
+The record is JSON, `commits.json` under the first path of rank 0 (`docs/formats/nvme_store.md`);
+one xxh3-64 covers it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from offload.nvme.files import DirectoryFiles, OsDirectoryFiles, describe_os_error
+from offload.nvme.members import replace_file
+from ops.checksum import checksum
+from ops.comm.base import Communicator
+from ops.errors import StorageError
+
+RECORD_NAME = "commits.json"
+_FORMAT = "headrace commits 1"
+_BYTES_MAX = 64 << 20
+
+
+@dataclass(frozen=True)
+class RankCommit:
+    """One commit of all ranks: `generations[r]` is that of rank r's store, `facts` the run's."""
+
+    epoch: int
+    generations: tuple[int, ...]
+    facts: Mapping[str, Any]
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON data."""
+        return {
+            "epoch": self.epoch,
+            "generations": list(self.generations),
+            "facts": dict(self.facts),
+        }
+
+    @staticmethod
+    def from_json(saved: Any) -> RankCommit:
+        """What `to_json` made; ValueError when it is something else."""
+        if not isinstance(saved, dict) or set(saved) != {"epoch", "generations", "facts"}:
+            raise ValueError("a commit has other fields")
+        epoch, generations, facts = saved["epoch"], saved["generations"], saved["facts"]
+        numbers = [epoch, *generations] if isinstance(generations, list) else [None]
+        if not all(type(x) is int and x > 0 for x in numbers) or not isinstance(facts, dict):
+            raise ValueError("a commit has fields of other types")
+        return RankCommit(epoch, tuple(generations), facts)
+
+
+class RecordFile:
+    """The record under `path`, newest commit first; one process writes it, rank 0."""
+
+    def __init__(self, path: str, files: DirectoryFiles | None = None) -> None:
+        self.path = os.path.join(path, RECORD_NAME)
+        self._files = files or OsDirectoryFiles()
+
+    def read(self) -> tuple[RankCommit, ...]:
+        """The commits, newest first; empty when there is no record. StorageError if damaged."""
+        try:
+            data = self._files.read_file(self.path, _BYTES_MAX)
+        except FileNotFoundError:
+            return ()
+        except OSError as error:
+            why = describe_os_error(error)
+            raise StorageError(
+                f"the record of commits cannot be read: {why}", path=self.path
+            ) from (error)
+        try:
+            return _decode(data)
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise StorageError(
+                f"the record of commits is damaged ({error}): without it no commit of several "
+                "ranks can be trusted",
+                path=self.path,
+            ) from None
+
+    def write(self, commits: Sequence[RankCommit]) -> None:
+        """Replace the record, durably and at once; StorageError names the step that failed."""
+        replace_file(self._files, self.path, _encode(commits))
+
+
+def _encode(commits: Sequence[RankCommit]) -> bytes:
+    fields = {"format": _FORMAT, "commits": [commit.to_json() for commit in commits]}
+    text = json.dumps(fields)
+    return json.dumps(fields | {"checksum": _sum(text)}).encode()
+
+
+def _decode(data: bytes) -> tuple[RankCommit, ...]:
+    fields = json.loads(data)
+    found = fields.pop("checksum")
+    if fields.get("format") != _FORMAT or set(fields) != {"format", "commits"}:
+        raise ValueError(f"its format is not {_FORMAT!r}")
+    if found != _sum(json.dumps(fields)):
+        raise ValueError("checksum mismatch")
+    return tuple(RankCommit.from_json(row) for row in fields["commits"])
+
+
+def _sum(text: str) -> str:
+    return f"{checksum(memoryview(text.encode())):016x}"
+
+
+class RankCommits:
+    """What a rank does with its prepared commits: an `Agree` for its store.
+
+    `ranks` is a communicator of all ranks for the publisher thread alone. `record` is rank 0's;
+    None elsewhere. `commits` are those the run was resumed at, newest first; `keep` are retained.
+    """
+
+    def __init__(
+        self,
+        ranks: Communicator,
+        record: RecordFile | None,
+        facts: Mapping[str, Any],
+        keep: int,
+        commits: Sequence[RankCommit] = (),
+    ) -> None:
+        assert (record is not None) == (ranks.rank == 0)
+        self._ranks = ranks
+        self._record = record
+        self._facts = facts
+        self._keep = keep
+        self._commits = tuple(commits)
+
+    def __call__(self, generation: int) -> None:
+        """Publish the commit of which this rank has prepared `generation`; blocks for all ranks.
+
+        Raises StorageError when any rank cannot go on; then the commit before stays.
+        """
+        generations = self._ranks.all_gather_object(generation)
+        error: BaseException | None = None
+        epoch = self._commits[0].epoch + 1 if self._commits else 1
+        commit = RankCommit(epoch, tuple(generations), self._facts)
+        kept = (commit, *self._commits)[: self._keep]
+        if self._record is not None:
+            try:
+                self._record.write(kept)
+            except BaseException as caught:
+                error = caught
+        done = np.array([error is None], np.uint8)
+        self._ranks.broadcast(done, 0)
+        if error is not None:
+            raise error
+        if not done[0]:
+            raise StorageError("rank 0 could not write the record of commits")
+        self._commits = kept
