@@ -12,7 +12,7 @@ import sys
 import threading
 from contextlib import closing
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import TYPE_CHECKING, Annotated, Optional
 
 import typer
 
@@ -20,6 +20,10 @@ from launch.config import RunConfig, load_config
 from launch.failures import show_failure
 from launch.ranks import rank_prefix
 from ops.errors import ConfigError, HeadraceError
+
+if TYPE_CHECKING:
+    from launch.progress import Observers
+    from ops.trace import Tracer
 
 app = typer.Typer(
     name="headrace",
@@ -92,7 +96,9 @@ def train(
         raise ConfigError(f"--resume {resume}: allowed is latest, the newest commit of the store.")
     environment.prepare(config.runtime)
     sets = [argument for override in overrides or () for argument in ("--set", override)]
-    again = shlex.join(["headrace", "train", source, *sets])
+    size = config.parallel.num_ranks
+    launched = ["launch", "-n", str(size)] if size > 1 else []
+    again = shlex.join(["headrace", *launched, "train", source, *sets])
     _train(config, run_dir, steps, trace_file, resume is not None, again)
 
 
@@ -104,30 +110,47 @@ def _train(
     resume: bool,
     again: str,
 ) -> None:
-    from launch.build import make_plans, run_training
+    from launch.build import make_plans
     from launch.mesh_plan import require_all_fit
     from launch.notices import warnings_shown
-    from launch.progress import ConsoleObserver, Observers, RunConsole
-    from launch.report import REPORT_FILE, ReportWriter, prepare_run_dir
+    from launch.ranks import detect_ranks
+    from launch.report import prepare_run_dir
+    from launch.run import run_training
     from launch.signals import stop_on_signals
-    from launch.trace_observer import TraceObserver
+    from launch.world import shared_world
     from ops.trace import NO_TRACE, Trace
 
     require_all_fit(make_plans(config, resume))
-    directory = prepare_run_dir(run_dir, config.name, resume)
-    trace = NO_TRACE if trace_file is None else Trace(trace_file)
+    ranks = detect_ranks()
     stop = threading.Event()
+    # Signals first: a rank that is stopped while it waits for the others must not die at once.
+    with stop_on_signals(stop), shared_world(ranks) as world:
+        directory = prepare_run_dir(run_dir, config.name, resume) if ranks.is_first else None
+        trace = Trace(trace_file) if trace_file is not None and ranks.is_first else NO_TRACE
+        observer = _observer(config, directory, resume, again, trace)
+        with closing(trace), closing(observer), warnings_shown(observer.on_message):
+            run_training(config, steps, observer, stop, trace, resume, world)
+
+
+def _observer(
+    config: RunConfig, directory: Path | None, resume: bool, again: str, trace: Tracer
+) -> Observers:
+    """Who is told of the run: rank 0 shows it and writes into `directory`, others only warn."""
+    from launch.progress import ConsoleObserver, Observers, RunConsole
+    from launch.rank_observer import RankObserver
+    from launch.report import REPORT_FILE, ReportWriter
+    from launch.trace_observer import TraceObserver
+
+    if directory is None:
+        return Observers([RankObserver()])
     again += f" --run-dir {shlex.quote(str(directory))} --resume latest"
-    observer = Observers(
+    return Observers(
         [
             ReportWriter(directory, config, resume),
             ConsoleObserver(RunConsole(), directory / REPORT_FILE, resume_command=again),
             TraceObserver(trace),
         ]
     )
-    shown = warnings_shown(observer.on_message)
-    with stop_on_signals(stop), closing(trace), closing(observer), shown:
-        run_training(config, directory, steps, observer, stop, trace, resume)
 
 
 @app.command("launch", context_settings={"allow_interspersed_args": False})

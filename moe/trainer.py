@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import numpy as np
+
 from moe.config import TrainConfig
 from moe.data.stream import BatchStream, Sequences
 from moe.digest import weights_digest
@@ -21,6 +23,8 @@ from offload.config import OptimizerConfig
 from offload.engine import OffloadEngine
 from offload.nvme.store import NvmeStore
 from ops.clock import seconds
+from ops.comm.base import MAX, World
+from ops.comm.single import SingleRank
 from ops.errors import NumericAlarm, Stopped
 
 
@@ -45,6 +49,7 @@ class RunTotals:
     tokens: int = 0
     seconds: float = 0.0
     stall_seconds: float = 0.0
+    comm_seconds: float = 0.0
     redone_steps: int = 0
     evals: list[dict[str, Any]] = field(default_factory=list)
     weights_digest: str | None = None
@@ -59,13 +64,19 @@ class RunTotals:
         """Share of step time in which compute waited for a lease."""
         return self.stall_seconds / self.seconds if self.seconds else 0.0
 
+    @property
+    def comm_share(self) -> float:
+        """Share of step time in which compute waited in a collective."""
+        return self.comm_seconds / self.seconds if self.seconds else 0.0
+
 
 class LaneCounter:
     """Differences of the byte counters from step to step."""
 
-    def __init__(self, engine: OffloadEngine, store: NvmeStore | None) -> None:
+    def __init__(self, engine: OffloadEngine, store: NvmeStore | None, world: World) -> None:
         self._engine = engine
         self._store = store
+        self._comm = world.stats
         self._last = self._read()
 
     def _read(self) -> dict[str, Any]:
@@ -75,6 +86,7 @@ class LaneCounter:
             "d2h_bytes": lanes.d2h_bytes,
             "stall": lanes.stall_seconds,
             "wrong_guess_bytes": lanes.wrong_guess_bytes,
+            "comm": self._comm.waited_seconds(),
         }
         for way in ("read", "write"):
             causes: dict[str, int] = {}
@@ -98,6 +110,7 @@ class LaneCounter:
         }
         return {
             "stall_seconds": now["stall"] - last["stall"],
+            "comm_seconds": now["comm"] - last["comm"],
             "lanes": {
                 "nvme_read_bytes": sum(row["read_bytes"] for row in causes.values()),
                 "nvme_write_bytes": sum(row["write_bytes"] for row in causes.values()),
@@ -126,8 +139,14 @@ class Trainer:
         steps_limit: int | None = None,
         first_step: int = 0,
         save: SavePlan | None = None,
+        world: World | None = None,
+        data_parallel: int = 1,
     ) -> None:
-        """`first_step`: steps done before, in the run that is continued; `save` wants a store."""
+        """`first_step`: steps done before, in the run that is continued; `save` wants a store.
+
+        With several ranks in `world` all of them run a trainer, and they end together;
+        `data_parallel` of them read other rows of each batch.
+        """
         self._train = train
         self._optimizer = optimizer
         self._step = step
@@ -140,7 +159,9 @@ class Trainer:
         self._first_step = first_step
         self._save = save
         self._saved_step: int | None = first_step if first_step else None
-        self._lanes = LaneCounter(engine, store)
+        self._world = world or SingleRank()
+        self._data_parallel = data_parallel
+        self._lanes = LaneCounter(engine, store, self._world)
         self.totals = RunTotals(steps=first_step)
 
     def run(self) -> None:
@@ -149,7 +170,7 @@ class Trainer:
             self._commit(0)
         for number in range(self._first_step + 1, self.num_steps + 1):
             self._one(number)
-            if self._stop.is_set():
+            if self._any_stops():
                 self._commit(number)
                 raise Stopped(f"stopped after step {number} of {self.num_steps}, as asked")
             interval = self._train.eval_interval
@@ -158,7 +179,13 @@ class Trainer:
         if self._first_step >= self.num_steps:  # resumed after its last step
             self._evaluate(self._first_step)
         self._commit(max(self.num_steps, self._first_step))
-        self.totals.weights_digest = weights_digest(self._engine)
+        self.totals.weights_digest = weights_digest(self._engine, self._world)
+
+    def _any_stops(self) -> bool:
+        """Whether any rank was asked to stop: then all do."""
+        asked = np.array([self._stop.is_set()], np.uint8)
+        self._world.all_reduce(asked, MAX)
+        return bool(asked[0])
 
     def _one(self, number: int) -> None:
         started = seconds()
@@ -171,7 +198,7 @@ class Trainer:
             self._saved_step = number
         result = self._step.train(batch.tokens, batch.targets, rate, commit)
         spent = seconds() - started
-        self._record(number, batch.tokens.size, rate, spent, result)
+        self._record(number, batch.tokens.size * self._data_parallel, rate, spent, result)
 
     def _state(self, number: int) -> dict[str, Any]:
         """What a run needs, besides the engine's state, to go on after step `number`."""
@@ -196,6 +223,7 @@ class Trainer:
         totals.steps, totals.tokens = number, totals.tokens + tokens
         totals.seconds += spent
         totals.stall_seconds += moved["stall_seconds"]
+        totals.comm_seconds += moved["comm_seconds"]
         totals.redone_steps += outcome.redone
         self._observer.on_step(
             {
@@ -232,7 +260,7 @@ class Trainer:
         total, tokens = 0.0, 0
         for batch in self._held_out():
             total += self._step.evaluate(batch.tokens, batch.targets)
-            tokens += batch.tokens.size
+            tokens += batch.tokens.size * self._data_parallel
         loss = total / tokens
         record = {"step": number, "loss": loss, "perplexity": math.exp(min(loss, 700.0))}
         self.totals.evals.append(record)

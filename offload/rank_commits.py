@@ -24,7 +24,9 @@ from typing import Any
 
 import numpy as np
 
+from offload.nvme.directory import remove_files
 from offload.nvme.files import DirectoryFiles, OsDirectoryFiles, describe_os_error
+from offload.nvme.manifest import is_store_id
 from offload.nvme.members import replace_file
 from ops.checksum import checksum
 from ops.comm.base import Communicator
@@ -37,10 +39,14 @@ _BYTES_MAX = 64 << 20
 
 @dataclass(frozen=True)
 class RankCommit:
-    """One commit of all ranks: `generations[r]` is that of rank r's store, `facts` the run's."""
+    """One commit of all ranks: rank r's part is generation `generations[r]` of store `stores[r]`.
+
+    `facts` are the run's: its mesh and its step.
+    """
 
     epoch: int
     generations: tuple[int, ...]
+    stores: tuple[str, ...]
     facts: Mapping[str, Any]
 
     def to_json(self) -> dict[str, Any]:
@@ -48,19 +54,25 @@ class RankCommit:
         return {
             "epoch": self.epoch,
             "generations": list(self.generations),
+            "stores": list(self.stores),
             "facts": dict(self.facts),
         }
 
     @staticmethod
     def from_json(saved: Any) -> RankCommit:
         """What `to_json` made; ValueError when it is something else."""
-        if not isinstance(saved, dict) or set(saved) != {"epoch", "generations", "facts"}:
+        names = ("epoch", "generations", "stores", "facts")
+        if not isinstance(saved, dict) or tuple(saved) != names:
             raise ValueError("a commit has other fields")
-        epoch, generations, facts = saved["epoch"], saved["generations"], saved["facts"]
-        numbers = [epoch, *generations] if isinstance(generations, list) else [None]
-        if not all(type(x) is int and x > 0 for x in numbers) or not isinstance(facts, dict):
+        epoch, generations, stores, facts = (saved[name] for name in names)
+        if not isinstance(generations, list) or not isinstance(stores, list):
+            raise ValueError("a commit has no list of its parts")
+        if len(generations) != len(stores) or not stores:
+            raise ValueError("a commit has a part without a store")
+        sound = all(type(x) is int and x > 0 for x in (epoch, *generations))
+        if not sound or not all(map(is_store_id, stores)) or not isinstance(facts, dict):
             raise ValueError("a commit has fields of other types")
-        return RankCommit(epoch, tuple(generations), facts)
+        return RankCommit(epoch, tuple(generations), tuple(stores), facts)
 
 
 class RecordFile:
@@ -90,6 +102,21 @@ class RecordFile:
                 path=self.path,
             ) from None
 
+    def remove(self) -> None:
+        """Durably forget all commits, before the stores are begun anew; StorageError."""
+        directory = os.path.dirname(self.path)
+        try:
+            if RECORD_NAME in self._files.list(directory):
+                remove_files(directory, [RECORD_NAME], self._files)
+                self._files.sync_directory(directory)
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            why = describe_os_error(error)
+            raise StorageError(
+                f"the record of commits cannot be removed: {why}", path=self.path
+            ) from error
+
     def write(self, commits: Sequence[RankCommit]) -> None:
         """Replace the record, durably and at once; StorageError names the step that failed."""
         replace_file(self._files, self.path, _encode(commits))
@@ -118,14 +145,16 @@ def _sum(text: str) -> str:
 class RankCommits:
     """What a rank does with its prepared commits: an `Agree` for its store.
 
-    `ranks` is a communicator of all ranks for the publisher thread alone. `record` is rank 0's;
-    None elsewhere. `commits` are those the run was resumed at, newest first; `keep` are retained.
+    `ranks` is a communicator of all ranks for the publisher thread alone. `record` is rank 0's,
+    None elsewhere; `store_id` is this rank's. `commits` are those the run was resumed at, newest
+    first; `keep` are retained.
     """
 
     def __init__(
         self,
         ranks: Communicator,
         record: RecordFile | None,
+        store_id: str,
         facts: Mapping[str, Any],
         keep: int,
         commits: Sequence[RankCommit] = (),
@@ -133,6 +162,7 @@ class RankCommits:
         assert (record is not None) == (ranks.rank == 0)
         self._ranks = ranks
         self._record = record
+        self._store_id = store_id
         self._facts = facts
         self._keep = keep
         self._commits = tuple(commits)
@@ -142,10 +172,11 @@ class RankCommits:
 
         Raises StorageError when any rank cannot go on; then the commit before stays.
         """
-        generations = self._ranks.all_gather_object(generation)
+        parts = self._ranks.all_gather_object([generation, self._store_id])
         error: BaseException | None = None
         epoch = self._commits[0].epoch + 1 if self._commits else 1
-        commit = RankCommit(epoch, tuple(generations), self._facts)
+        generations, stores = zip(*parts)
+        commit = RankCommit(epoch, generations, stores, self._facts)
         kept = (commit, *self._commits)[: self._keep]
         if self._record is not None:
             try:

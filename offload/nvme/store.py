@@ -82,8 +82,9 @@ class NvmeStore:
 
         The store is empty, what was there is discarded; with `resume` it holds the newest commit
         (`recovered`), up to generation `newest`, if there is one. `keep_commits` are retained.
-        `required_bytes` (default: the capacity) must be free now. `transfers_max` in flight. `access` overrides probing the file system, `base_offset` leaves the start of the
-        data file unused, `open_file` and `directory_files` replace the operating system. Several
+        `required_bytes` (default: the capacity) must be free on the disk. `transfers_max` bounds
+        transfers in flight. `access` overrides probing, `base_offset` leaves the data file's start
+        unused, `open_file` and `directory_files` replace the operating system. Several
         paths share the blocks in proportion to what `measure` says of them. With `codec` `lz4`
         frames are encoded where it pays (`offload/nvme/codec.py`), at the drive's speed as measured
         or as `drive_speed` tells; what is encoded already is read with any codec. Requests are
@@ -136,6 +137,11 @@ class NvmeStore:
     def directory(self) -> str:
         """This rank's directory under the first path."""
         return self._opened.directories[0]
+
+    @property
+    def store_id(self) -> str:
+        """What tells this store from any other one."""
+        return self._opened.store_id
 
     @property
     def recovered(self) -> CommitRecord | None:
@@ -271,10 +277,9 @@ class NvmeStore:
         """Make `cut` the newest commit and let go of the one beyond `keep_commits`; blocks.
 
         Waits for its writes in flight and for earlier cuts to be published or abandoned. When it
-        returns, the commit survives any crash. `agree` is called before the older one is let go, as
-        soon as this one is durable, and returns when the commit of all ranks is published. Raises
-        StorageError, which is latched, and then the last commit is intact; ValueError for a cut
-        that is published or abandoned.
+        returns, the commit survives any crash. `agree` is called once it is durable and returns
+        when that of all ranks is, before the older one is let go. Raises StorageError, latched, and
+        then the last commit is intact; ValueError for a cut that is published or abandoned.
         """
         self._workers.refuse_on_worker()
         return self._commits.publish(cut, agree)

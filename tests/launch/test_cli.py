@@ -1,6 +1,7 @@
 """The command line's contract: what it prints, where it writes, with which status it exits.
 
-Training itself is replaced by a fake `launch.build`; the real one has its own tests.
+Training itself is replaced by fakes of `launch.build` and `launch.run`; the real one has tests of
+its own.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import pytest
 from launch import cli, environment
 from launch.config import load_config
 from launch.progress import Observer
+from ops.comm.base import World
 from ops.errors import (
     ConfigError,
     DataError,
@@ -38,19 +40,20 @@ INFO = {"name": "n", "steps": 2, "parameters": 1, "state_bytes": 12}
 
 @pytest.fixture
 def build(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
-    """A `launch.build` that trains two steps at once; tests change its functions."""
+    """`launch.build` and `launch.run` in one, training two steps; tests change its functions."""
     module = types.ModuleType("launch.build")
+    runs = types.ModuleType("launch.run")
 
     def run_training(
         config: Any,
-        run_dir: Path,
         steps: int | None,
         observer: Observer,
         stop: threading.Event,
         trace: Tracer,
-        resume=False,
+        resume: bool,
+        world: World,
     ) -> None:
-        module.received = (config, run_dir, steps)  # type: ignore[attr-defined]
+        module.received = (config, world.size, steps)  # type: ignore[attr-defined]
         with trace.span("compute", "everything"):
             pass
         observer.on_start(INFO)
@@ -60,8 +63,10 @@ def build(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
 
     module.run_training = run_training  # type: ignore[attr-defined]
     module.make_plans = lambda config, resumed=False: rank_plans()  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "launch.build", module)
-    monkeypatch.setattr("launch.build", module, raising=False)
+    runs.run_training = lambda *args: module.run_training(*args)  # type: ignore[attr-defined]
+    for name, fake in (("launch.build", module), ("launch.run", runs)):
+        monkeypatch.setitem(sys.modules, name, fake)
+        monkeypatch.setattr(name, fake, raising=False)
     return module
 
 
@@ -86,8 +91,8 @@ def test_train_writes_both_files_and_exits_0(
 ) -> None:
     arguments = ("--run-dir", "out", "--steps", "2", "--set", "train.seed=7")
     assert call("train", "tiny-moe", *arguments) == 0
-    config, run_dir, steps = build.received
-    assert (config.train.seed, run_dir, steps) == (7, Path("out"), 2)
+    config, ranks, steps = build.received
+    assert (config.train.seed, ranks, steps) == (7, 1, 2)
     assert len((tmp_path / "out/steps.jsonl").read_text().splitlines()) == 2
     assert json.loads((tmp_path / "out/report.json").read_text())["steps"] == 2
     shown = " ".join(capsys.readouterr().out.split())
@@ -323,16 +328,16 @@ def test_a_budget_below_the_minimum_is_refused_with_the_arithmetic() -> None:
 INTERRUPTED = """
 import sys, types
 from ops.errors import Stopped
-build = types.ModuleType("launch.build")
-def run_training(config, run_dir, steps, observer, stop, trace, resume):
+build, runs = types.ModuleType("launch.build"), types.ModuleType("launch.run")
+def run_training(config, steps, observer, stop, trace, resume, world):
     print("ready", flush=True)
     if not stop.wait(60):
         raise RuntimeError("the flag never came")
     raise Stopped("stopped after step 1, as asked")
-build.run_training = run_training
+runs.run_training = run_training
 from tests.launch.helpers import rank_plans
 build.make_plans = lambda config, resumed=False: rank_plans()
-sys.modules["launch.build"] = build
+sys.modules |= {"launch.build": build, "launch.run": runs}
 from launch import cli, environment
 environment.prepare = lambda runtime: None
 sys.argv = ["headrace", "train", "tiny-moe", "--run-dir", sys.argv[1]]

@@ -107,14 +107,14 @@ def test_two_ranks_of_a_launcher_compute_on_different_cores():
 # Looks at every thread of the real command after every step, and at the time they have used.
 WATCHED = """
 import os, time
-import launch.build
+import launch.run
 from launch.trace_observer import TraceObserver
 allowed = set()
 def look(self, record):
     for task in os.listdir("/proc/self/task"):
         allowed.update(os.sched_getaffinity(int(task)))
 TraceObserver.on_step = look
-run = launch.build._run
+run = launch.run._run
 def measured(*arguments):
     used, wall = time.process_time(), time.perf_counter()
     failure = run(*arguments)
@@ -123,7 +123,7 @@ def measured(*arguments):
     assert any(name.startswith("ActorThread") for name in names), names
     print("measured", len(allowed), used, wall)
     return failure
-launch.build._run = measured
+launch.run._run = measured
 from launch.cli import main
 main()
 """
