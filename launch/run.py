@@ -145,7 +145,7 @@ def _train(
             make_engine(config, plan, backend, pool, store, groups, trace=trace, agree=opened.agree)
         ) as engine,
     ):
-        step = TrainingStep(config.model, train, engine, stages, backend)
+        step = TrainingStep(config.model, train, engine, stages, backend, groups)
         trainer = Trainer(
             train, config.optimizer, step, engine, store, _batches(rank, start.cursor),
             _held_out(rank), observer, stop, steps_limit, start.step, save_plan(config),

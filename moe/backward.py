@@ -6,7 +6,8 @@ first, with the same functions, so the saved values and all later bits are the s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from moe.params import (
     head_units,
     slice_rows,
 )
+from offload.parts import UnitUse
 
 
 class Backward:
@@ -56,12 +58,21 @@ class Backward:
                 self._dense(layer, d_balance, d_z)
         self._embed(tokens)
 
+    @contextmanager
+    def _lease(self, unit: str, use: int = 0) -> Iterator[UnitUse]:
+        """Lease a dense unit for its gradients, which are zeros without a micro-batch."""
+        c = self._c
+        with c.engine.use(unit, gradient=c.trains(unit), use=use) as held:
+            if not c.micro:
+                held.add_nothing()
+            yield held
+
     def _head(self, targets: Sequence[np.ndarray], dscale: float) -> None:
         c = self._c
         name = EMBEDDING if c.model.tie_word_embeddings else HEAD
         for (row0, _), unit in zip(slice_rows(c.model), head_units(c.model)):
             c.enter("bwd head", unit)
-            with c.engine.use(unit, gradient=c.trains(unit), use=0) as use:
+            with self._lease(unit) as use:
                 for m, targets_T in enumerate(targets):
                     lse_T = c.lse[m]
                     dxn, dw = c.stages.head_slice_bwd(
@@ -77,7 +88,7 @@ class Backward:
                     c.put("dxn_out", m, dxn)
                     use.add(name, c.backend.to_numpy(dw))
         c.enter("bwd", NORM_UNIT)
-        with c.engine.use(NORM_UNIT, gradient=c.trains(NORM_UNIT)) as use:
+        with self._lease(NORM_UNIT) as use:
             for m in range(c.micro):
                 dh, dln = c.stages.final_norm_bwd(
                     c.get("h_out", m), use.weights[FINAL_NORM], c.get("dxn_out", m)
@@ -90,7 +101,7 @@ class Backward:
         unit, prefix = c.layer_unit(layer), f"model.layers.{layer}"
         router = (f"{prefix}.post_attention_layernorm.weight", f"{prefix}.mlp.gate.weight")
         c.enter("bwd", unit)
-        with c.engine.use(unit, gradient=c.trains(unit)) as use:
+        with self._lease(unit) as use:
             weights = c.attention(layer, use)
             for m in range(c.micro):
                 routing, slot = c.routing[layer, m], c.slot(layer, m)
@@ -145,7 +156,7 @@ class Backward:
         use_number = 1 if c.model.tie_word_embeddings else 0
         for (row0, rows), unit in zip(slice_rows(c.model), embedding_units(c.model)):
             c.enter("bwd", unit)
-            with c.engine.use(unit, gradient=c.trains(unit), use=use_number) as use:
+            with self._lease(unit, use_number) as use:
                 for m, tokens_T in enumerate(tokens):
                     dw = c.stages.embed_bwd(c.backend.wrap(tokens_T), c.get("dh", m), row0, rows)
                     use.add(EMBEDDING, c.backend.to_numpy(dw))

@@ -82,6 +82,9 @@ class ModelConfig:
 class TrainConfig:
     """Batches, arithmetic, recomputation, evaluation and the run's length.
 
+    `recompute: none` keeps the projections of attention and experts; those of experts only where
+    `parallel.expert_parallel` is 1 (`moe/dispatch.py` says why).
+
     `freeze` lists units that are used but not trained, by name or shell pattern: `embed.*`,
     `layers.0`, `layers.*.experts.*`, `norm`, `head.*`.
     """

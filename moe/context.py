@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from moe.config import ModelConfig, TrainConfig
+from moe.parallel import ParallelGroups
 from moe.params import layer_unit
 from moe.schedule import segments, stage_name
 from offload.engine import OffloadEngine
@@ -38,14 +39,21 @@ class LossSums:
 
 @dataclass
 class StepContext:
-    """The parts of a step. Every array that outlives a stage is in `engine.activations`."""
+    """The parts of a step. Every array that outlives a stage is in `engine.activations`.
+
+    `micro` is the number of micro-batches that this rank has in the current chunk; a rank that ran
+    out of data has fewer than others, or none, and enters every stage all the same. `needed` are
+    this rank's experts of each layer that have a token of any rank, ascending.
+    """
 
     model: ModelConfig
     train: TrainConfig
     engine: OffloadEngine
     stages: Stages
     backend: Backend
+    groups: ParallelGroups
     routing: dict[tuple[int, int], Routing] = field(default_factory=dict)
+    needed: dict[int, list[int]] = field(default_factory=dict)
     lse: dict[int, np.ndarray] = field(default_factory=dict)
     frozen: frozenset[str] = frozenset()
     chunk: int = 0
@@ -87,9 +95,9 @@ class StepContext:
         """Rows of a saved array as a zero-padded device tensor."""
         return self.backend.wrap(self.engine.activations.get_rows(name, index, rows, padded))
 
-    def put_rows(self, name: str, index: int, rows: slice, tensor: Any) -> None:
+    def put_rows(self, name: str, index: int, rows: slice | np.ndarray, tensor: Any) -> None:
         """Save the first rows of a device tensor as `rows` of a saved array."""
-        count = rows.stop - rows.start
+        count = rows.stop - rows.start if isinstance(rows, slice) else len(rows)
         array = self.backend.to_numpy(tensor)[:count]
         self.engine.activations.put_rows(name, index, rows, array)
 
@@ -128,8 +136,3 @@ class StepContext:
     def segments(self) -> list[range]:
         """Runs of layers between checkpoints."""
         return segments(self.model, self.train)
-
-    def needed_experts(self, layer: int) -> list[int]:
-        """Experts with at least one token of the current chunk, ascending."""
-        counts = sum(self.routing[layer, m].plan.counts_E for m in range(self.micro))
-        return [int(expert) for expert in np.nonzero(counts)[0]]

@@ -11,18 +11,16 @@ from collections.abc import Sequence
 import numpy as np
 
 from moe.context import LossSums, Routing, StepContext
-from moe.experts import LocalExperts
+from moe.dispatch import make_experts
 from moe.params import (
     EMBEDDING,
     FINAL_NORM,
     HEAD,
     NORM_UNIT,
     embedding_units,
-    expert_unit,
     head_units,
     slice_rows,
 )
-from moe.schedule import expert_group
 from ops.nn.routing import SlotPlan, choose_experts
 from ops.nn.stages import merge_slices
 
@@ -32,7 +30,7 @@ class Forward:
 
     def __init__(self, context: StepContext) -> None:
         self._c = context
-        self.expert_rows = LocalExperts(context)
+        self.expert_rows = make_experts(context)
 
     def run(self, tokens: Sequence[np.ndarray], targets: Sequence[np.ndarray]) -> LossSums:
         """Forward all layers and the head; returns loss sums, saves what backward needs."""
@@ -86,8 +84,7 @@ class Forward:
                         c.put("sg", slot, g)
                         c.put("su", slot, u)
         if kind == "fwd":
-            needed = [expert_unit(layer, expert) for expert in c.needed_experts(layer)]
-            c.engine.resolve(expert_group(layer, c.chunk), needed)
+            self.expert_rows.agree(layer)
 
     def _route(self, layer: int, m: int, logits: object, sums: LossSums | None) -> None:
         c = self._c

@@ -74,7 +74,9 @@ def activation_specs(
     Per layer slot and micro-batch: `h_in`, the residual stream at a checkpoint (`h_seg` inside a
     segment); q, k, v, o, h_mid, xn, logits, from which backward continues without repeating a
     projection; with recompute none also the experts' g, u. Under `full` a segment's worth of
-    slots is reused. Per micro-batch: h_out, y, xn_out, dh, dx, dxn_out.
+    slots is reused. Per micro-batch: h_out, y, xn_out, dh, dx, dxn_out. With expert parallelism
+    also, per micro-batch, the rows that arrive: `recv_x` (results replace them), `recv_dout`,
+    `recv_w`, of `received_rows` rows each; and no g, u, which backward recomputes.
     """
     compute, stream = train.compute_dtype, "float32"
     tokens, hidden = train.micro_batch_tokens, model.hidden_size
@@ -112,11 +114,28 @@ def activation_specs(
     shared = model.shared_intermediate_size // op
     if shared:
         specs.append(spec("shared", tokens, hidden, compute, 1))
+    if share.mesh.ep > 1:
+        rows = received_rows(model, train, share)
+        specs += [spec(name, rows, hidden, compute, 1) for name in ("recv_x", "recv_dout")]
+        specs.append(spec("recv_w", rows, 1, stream, 1))
     if train.recompute == "none":
-        specs += [spec(name, slots_P, ffn, compute, saved) for name in ("g", "u")]
+        if share.mesh.ep == 1:
+            specs += [spec(name, slots_P, ffn, compute, saved) for name in ("g", "u")]
         if shared:
             specs += [spec(name, tokens, shared, compute, saved) for name in ("sg", "su")]
     return specs
+
+
+def received_rows(model: ModelConfig, train: TrainConfig, share: Share) -> int:
+    """The most rows that a rank's experts can get of one micro-batch of every `ep` rank.
+
+    A token has `num_experts_per_tok` different experts, of which at most all that this rank owns:
+    ep * T * min(K, E / ep) rows. On average T * K come; but nothing may grow in a step, and a
+    router may send every token to one rank. The buffers are those of one layer: each layer uses
+    them anew.
+    """
+    most = min(model.num_experts_per_tok, len(share.experts))
+    return share.mesh.ep * train.micro_batch_tokens * most
 
 
 def demands_of(

@@ -12,6 +12,7 @@ from moe.backward import Backward
 from moe.config import ModelConfig, TrainConfig
 from moe.context import LossSums, StepContext
 from moe.forward import Forward
+from moe.parallel import ParallelGroups
 from moe.params import build_units, frozen_units
 from moe.schedule import (
     chunk_micro_batches,
@@ -36,7 +37,11 @@ class StepResult:
 
 
 class TrainingStep:
-    """Runs steps of one model and batch shape on one engine."""
+    """Runs steps of one model and batch shape on one engine, together with the ranks of `groups`.
+
+    A rank whose data ran out passes fewer sequences than others, or none: it enters every stage
+    and every collective all the same, with the micro-batches it has.
+    """
 
     def __init__(
         self,
@@ -45,12 +50,14 @@ class TrainingStep:
         engine: OffloadEngine,
         stages: Stages,
         backend: Backend,
+        groups: ParallelGroups | None = None,
     ) -> None:
-        self._model = model
+        """Without `groups`, this is the only rank."""
         self._train = train
         self._engine = engine
-        self._context = StepContext(model, train, engine, stages, backend)
-        self._context.micro = chunk_micro_batches(train)
+        self._groups = groups or ParallelGroups.single(model)
+        self._context = StepContext(model, train, engine, stages, backend, self._groups)
+        self._micro_max = chunk_micro_batches(train)
         names = [unit.name for unit in build_units(model)]
         self._context.frozen = frozen_units(names, train.freeze)
         self._forward = Forward(self._context)
@@ -65,39 +72,68 @@ class TrainingStep:
         learning_rate: float,
         commit: Mapping[str, Any] | None = None,
     ) -> StepResult:
-        """One step on i32 [batch_sequences, seq_len]; its updates may still be streaming.
+        """One step on i32 [sequences, seq_len] of this rank; its updates may still be streaming.
 
-        With `commit` (JSON data) the step is committed once they are applied.
+        `sequences` is a multiple of `train.micro_batch_size`, at most `train.batch_sequences`; it
+        may differ from rank to rank. Losses and gradients are means over the sequences and tokens
+        of all ranks. With `commit` (JSON data) the step is committed once the updates are applied.
+        Raises ValueError for another number of sequences, or when no rank has any.
         """
+        chunks = self._chunks(tokens, targets)
+        batch_sequences, batch_tokens = self._agreed_sizes(tokens)
         self._engine.begin(self._training)
         self._engine.begin_gradients(learning_rate)
         sums = LossSums()
-        sequences = len(tokens)
-        for chunk, (inputs, wanted) in enumerate(self._chunks(tokens, targets)):
-            self._context.chunk = chunk
+        for chunk, (inputs, wanted) in enumerate(chunks):
+            self._context.chunk, self._context.micro = chunk, len(inputs)
             part = self._forward.run(inputs, wanted)
             sums.token_loss += part.token_loss
             sums.balance += part.balance
             sums.z += part.z
             scale = self._engine.scaler.scale
-            self._backward.run(inputs, wanted, scale, tokens.size, sequences)
+            self._backward.run(inputs, wanted, scale, batch_tokens, batch_sequences)
         outcome = self._engine.finish_step(learning_rate, commit)
-        loss = np.float32(sums.token_loss / tokens.size)
-        return StepResult(loss, sums.balance / sequences, sums.z / sequences, outcome)
+        token_loss, balance, z = self._over_ranks(sums.token_loss, sums.balance, sums.z)
+        loss = np.float32(token_loss / batch_tokens)
+        return StepResult(loss, balance / batch_sequences, z / batch_sequences, outcome)
 
     def evaluate(self, tokens: np.ndarray, targets: np.ndarray) -> float:
-        """Sum of token losses (nats) over i32 [batch_sequences, seq_len]; trains nothing."""
+        """Sum of token losses (nats) over i32 [sequences, seq_len] of all ranks; trains nothing.
+
+        `sequences` as in `train`; ranks may pass different numbers.
+        """
         total = 0.0
         self._context.chunk = 0
         for inputs, wanted in self._chunks(tokens, targets):
+            self._context.micro = len(inputs)
             self._engine.begin(self._evaluation, training=False)
             total += self._forward.run(inputs, wanted).token_loss
-        return total
+        return self._over_ranks(total)[0]
+
+    def _agreed_sizes(self, tokens: np.ndarray) -> tuple[int, int]:
+        """Sequences and tokens of the batch of all ranks."""
+        sizes = np.array([len(tokens), tokens.size], np.int64)
+        self._groups.dp.all_reduce(sizes)
+        if not sizes[0]:
+            raise ValueError("no rank has a sequence to train on")
+        return int(sizes[0]), int(sizes[1])
+
+    def _over_ranks(self, *values: float) -> list[float]:
+        """Each value summed over the ranks that trained on other data."""
+        sums = np.array(values, np.float64)
+        self._groups.dp.all_reduce(sums)
+        return [float(value) for value in sums]
 
     def _chunks(
         self, tokens: np.ndarray, targets: np.ndarray
     ) -> list[tuple[list[np.ndarray], list[np.ndarray]]]:
-        size, micro = self._train.micro_batch_size, self._context.micro
+        """Micro-batches of this rank by chunk: as many chunks as a full batch has, some empty."""
+        size, micro = self._train.micro_batch_size, self._micro_max
+        if len(tokens) % size or len(tokens) > self._train.batch_sequences:
+            raise ValueError(
+                f"{len(tokens)} sequences, but a rank's batch is at most "
+                f"{self._train.batch_sequences}, a multiple of train.micro_batch_size = {size}"
+            )
         flat = [
             (
                 np.ascontiguousarray(tokens[first : first + size], np.int32).reshape(-1),
@@ -105,7 +141,6 @@ class TrainingStep:
             )
             for first in range(0, len(tokens), size)
         ]
-        chunks = [flat[first : first + micro] for first in range(0, len(flat), micro)]
-        expected = num_chunks(self._train)
-        assert len(chunks) == expected, f"{len(chunks)} chunks of micro-batches, not {expected}"
+        firsts = range(0, num_chunks(self._train) * micro, micro)
+        chunks = [flat[first : first + micro] for first in firsts]
         return [([t for t, _ in chunk], [y for _, y in chunk]) for chunk in chunks]

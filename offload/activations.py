@@ -63,16 +63,22 @@ class ActivationStore:
     def __contains__(self, name: str) -> bool:
         return name in self._arrays
 
+    def host(self, name: str, index: int) -> np.ndarray:
+        """The array itself, for what moves between ranks; it crosses no lane."""
+        return self._arrays[name][index]
+
     def put(self, name: str, index: int, value: np.ndarray) -> None:
         """Copy a whole array device → host."""
         self._delay("d2h")
         np.copyto(self._arrays[name][index], value, casting="no")
         self._stats.add(d2h_bytes=value.nbytes)
 
-    def put_rows(self, name: str, index: int, rows: slice, value: np.ndarray) -> None:
-        """Copy `rows` of an array device → host."""
+    def put_rows(self, name: str, index: int, rows: slice | np.ndarray, value: np.ndarray) -> None:
+        """Copy `rows` (a slice or indices) of an array device → host."""
         self._delay("d2h")
-        np.copyto(self._arrays[name][index][rows], value, casting="no")
+        target = self._arrays[name][index]
+        assert value.dtype == target.dtype, f"{name} is {target.dtype}, not {value.dtype}"
+        target[rows] = value
         self._stats.add(d2h_bytes=value.nbytes)
 
     def get(self, name: str, index: int) -> np.ndarray:

@@ -101,6 +101,18 @@ class UnitUse:
                 return
         raise KeyError(f"{self.lease.unit.name} has no tensor {name}")
 
+    def add_nothing(self) -> None:
+        """Zeros for every tensor that got no gradient: this rank has no token for the unit.
+
+        Other ranks have, and their sum takes this rank's part too.
+        """
+        if self.total is None:
+            return
+        for place in self.lease.unit.layout.gathered.places:
+            if place.spec.name not in self._filled:
+                self.total[place.start : place.start + place.spec.size] = 0.0
+                self._filled.add(place.spec.name)
+
     @property
     def complete(self) -> bool:
         """Whether every tensor of the unit has had a gradient."""

@@ -14,6 +14,7 @@ import numpy as np
 
 from moe.config import ModelConfig, TrainConfig
 from moe.memory import activation_specs
+from moe.mesh import Share
 from moe.params import build_units
 from offload.schedule import AccessSchedule
 
@@ -31,12 +32,16 @@ class MemoryActivations:
 
     def put(self, name: str, index: int, value: np.ndarray) -> None:
         assert name in self._names
+        assert value.shape == self._rows[name]
         self._arrays[name, index] = value.copy()
 
     def put_rows(self, name: str, index: int, rows: slice, value: np.ndarray) -> None:
+        self.host(name, index)[rows] = value
+
+    def host(self, name: str, index: int) -> np.ndarray:
         if (name, index) not in self._arrays:
-            self._arrays[name, index] = np.zeros(self._rows[name], value.dtype)
-        self._arrays[name, index][rows] = value
+            self._arrays[name, index] = np.full(self._rows[name], np.nan)
+        return self._arrays[name, index]
 
     def get(self, name: str, index: int) -> np.ndarray:
         return self._arrays[name, index].copy()
@@ -49,10 +54,22 @@ class MemoryActivations:
 
 
 class MemoryEngine:
-    """Weights and gradients by tensor name (slices by row), float64."""
+    """Weights and gradients by tensor name (slices by row), float64.
 
-    def __init__(self, model: ModelConfig, train: TrainConfig, backend: Any, seed: int) -> None:
+    With the `share` of one rank it has that rank's units, whole, and that rank's gradients: adding
+    them up over replicas is the test's part.
+    """
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        train: TrainConfig,
+        backend: Any,
+        seed: int,
+        share: Share | None = None,
+    ) -> None:
         self._backend = backend
+        share = share or Share.whole(model)
         self.units = {unit.name: unit for unit in build_units(model)}
         rng = np.random.default_rng(seed)
         self.weights: dict[tuple[str, int], np.ndarray] = {}
@@ -62,8 +79,12 @@ class MemoryEngine:
                 if tensor.init_std is None:
                     values += 1.0
                 self.weights[tensor.name, tensor.row0] = values
+        owned = {unit.name for unit in build_units(model, share=share)}
+        for name in set(self.units) - owned:
+            del self.units[name]
+        self.leases: list[str] = []
         self.gradients: dict[tuple[str, int], np.ndarray] = {}
-        specs = activation_specs(model, train)
+        specs = activation_specs(model, train, share)
         rows = {spec.name: spec.shape for spec in specs}
         self.activations = MemoryActivations(set(rows), rows)  # type: ignore[arg-type]
         self.scaler = SimpleNamespace(scale=1.0)
@@ -71,6 +92,12 @@ class MemoryEngine:
 
     def begin(self, stages: Any, training: bool = True) -> None:
         self._schedule = AccessSchedule(stages)
+
+    def begin_gradients(self, learning_rate: float) -> None:
+        self.gradients = {}
+
+    def finish_step(self, learning_rate: float, commit: Any) -> None:
+        """Nothing is updated: the gradients are what a test wants."""
 
     def enter(self, stage: str) -> None:
         self._schedule.enter(stage)
@@ -80,6 +107,7 @@ class MemoryEngine:
 
     @contextmanager
     def use(self, name: str, *, gradient: bool = False, use: int = 0) -> Iterator[Any]:
+        self.leases.append(name)
         stage = self._schedule.stages[self._schedule.cursor]
         assert name in stage.units and stage.gradient == gradient
         unit = self.units[name]
@@ -88,9 +116,17 @@ class MemoryEngine:
             tensor: self._backend.wrap(self.weights[tensor, row0]) for tensor, row0 in rows.items()
         }
 
+        added = set()
+
         def add(tensor: str, value: np.ndarray) -> None:
             key = (tensor, rows[tensor])
+            added.add(tensor)
             old = self.gradients.get(key, 0.0)
             self.gradients[key] = old + value.reshape(self.weights[key].shape)
 
-        yield SimpleNamespace(weights=weights, add=add)
+        def add_nothing() -> None:
+            for tensor in set(rows) - added:
+                add(tensor, np.zeros_like(self.weights[tensor, rows[tensor]]))
+
+        yield SimpleNamespace(weights=weights, add=add, add_nothing=add_nothing)
+        assert not gradient or added == set(rows), f"{name}: some tensors got no gradient"

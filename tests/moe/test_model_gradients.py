@@ -17,6 +17,7 @@ from moe.config import ModelConfig, TrainConfig
 from moe.context import StepContext
 from moe.forward import Forward
 from moe.memory import stage_dims
+from moe.parallel import ParallelGroups
 from moe.schedule import chunk_micro_batches, training_stages
 from ops.nn.stages import Stages
 from tests.moe.harness import shared_backend
@@ -46,7 +47,14 @@ class Checked:
         backend = shared_backend()
         self.engine = MemoryEngine(model, train, backend, seed=3)
         stages = Stages(stage_dims(model, train), "float64")
-        self.context = StepContext(model, train, self.engine, stages, backend)  # type: ignore[arg-type]
+        self.context = StepContext(
+            model,
+            train,
+            self.engine,
+            stages,
+            backend,
+            ParallelGroups.single(model),  # type: ignore[arg-type]
+        )
         self.context.micro = chunk_micro_batches(train)
         self.forward = Forward(self.context)
         self.model, self.train, self.frozen = model, train, frozen

@@ -59,6 +59,16 @@ def test_rows_are_put_gathered_and_padded_with_zeros(store):
     assert (found == expected[[5, 0]]).all()
 
 
+def test_rows_are_put_by_index_and_the_host_array_itself_can_be_used(store):
+    store.put("h", 1, table(0))
+    store.put_rows("h", 1, np.array([4, 0]), table(1)[:2])
+    expected = table(0)
+    expected[[4, 0]] = table(1)[:2]
+    assert (store.host("h", 1) == expected).all()
+    store.host("h", 1)[5] = 7
+    assert (store.get("h", 1)[5] == 7).all()
+
+
 def test_every_byte_is_counted_in_its_lane(store, lanes):
     store.put("h", 0, table(0))
     store.put_rows("h", 0, slice(0, 2), table(0)[:2])
@@ -74,6 +84,8 @@ def test_another_dtype_or_shape_is_refused(store):
         store.put("h", 0, np.zeros((6, 5), np.float64))
     with pytest.raises(ValueError):
         store.put("h", 0, np.zeros((6, 4), np.float32))
+    with pytest.raises(AssertionError, match="h is float32, not float64"):
+        store.put_rows("h", 0, slice(0, 2), np.zeros((2, 5)))
     with pytest.raises(KeyError):
         store.get("x", 0)
 

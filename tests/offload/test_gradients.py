@@ -163,6 +163,22 @@ def test_a_tensor_without_gradient_is_our_own_error(tmp_path):
         run.check_buffers()
 
 
+def test_a_unit_without_tokens_on_this_rank_gets_zeros_and_what_was_added_stays(tmp_path):
+    with toy_run(TOY, budgets(tmp_path)) as run:
+        run.engine.begin_gradients()
+        with run.engine.use("l0", gradient=True) as held:
+            held.total[:] = np.nan  # what the accumulator's memory may hold
+            held.add("l0.w", normal(5000, 1))
+            held.add_nothing()
+            assert held.complete
+            for place in held.lease.unit.layout.gathered.places:
+                values = held.total[place.start : place.start + place.spec.size]
+                wanted = normal(5000, 1) if place.spec.name == "l0.w" else 0.0
+                assert (values == wanted).all(), place.spec.name
+        assert run.engine.gradients.finite
+        run.check_buffers()
+
+
 def test_spilled_gradients_give_their_slots_and_their_nvme_room_back(tmp_path):
     config = smallest_budgets(TOY, budgets(tmp_path, gradient_spill="always"))
     with toy_run(TOY, config) as run:

@@ -1,0 +1,39 @@
+"""Starts a module on several ranks under `mpirun`, for tests; no process is left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+MPIRUN = Path(sys.executable).parent / "mpirun"
+
+
+def run_ranks(
+    ranks: int, module: str, *arguments: str, seconds_max: float
+) -> subprocess.CompletedProcess[str]:
+    """Run `python -m module arguments` on so many ranks; the test fails after `seconds_max`."""
+    command = [str(MPIRUN), "-n", str(ranks), "--oversubscribe", "--bind-to", "none"]
+    if os.geteuid() == 0:
+        command.append("--allow-run-as-root")
+    command += [sys.executable, "-m", module, *arguments]
+    process = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        stdout, stderr = process.communicate(timeout=seconds_max)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        stdout, stderr = process.communicate()
+        pytest.fail(f"{module} did not end within {seconds_max} s:\n{stdout}\n{stderr}")
+    return subprocess.CompletedProcess(command, process.returncode, stdout, stderr)
