@@ -1,0 +1,178 @@
+"""Every mesh trains the same model as one rank does: real ranks under `mpirun`.
+
+`make test` runs a mesh of each kind; `make test-parallel` every mesh of 2, 4 and 8 ranks.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.launch.mesh_ranks import Case, to_json
+from tests.mpirun import run_ranks
+
+pytest.importorskip("mpi4py", reason="the extra headrace[mpi] is not installed")
+
+BFLOAT16 = {"weight_dtype": "bfloat16", "grad_dtype": "bfloat16"}
+Results = dict[str, dict[str, Any]]
+
+
+def mesh(
+    name: str = "", pp: int = 1, dp: int = 1, op: int = 1, ep: int = 1, **options: Any
+) -> Case:
+    """A case; `options` are further keys of `parallel` or fields of `Case`."""
+    fields = {key: options.pop(key) for key in list(options) if key in Case.__dataclass_fields__}
+    parallel = {
+        "pipeline_stage": pp,
+        "data_parallel": dp,
+        "model_parallel": op,
+        "expert_parallel": ep,
+        **options,
+    }
+    return Case(name or f"pp{pp}-dp{dp}-op{op}-ep{ep}", parallel, **fields)
+
+
+def every_mesh(ranks: int) -> list[Case]:
+    """Every mesh of so many ranks over data, operator, expert and pipeline parallelism."""
+    powers = [1, 2, 4, 8]
+    return [
+        mesh(pp=pp, dp=dp, op=op, ep=ep)
+        for pp in powers
+        for dp in powers
+        for op in powers
+        for ep in powers
+        if pp * dp * op == ranks and dp % ep == 0 and pp <= 4
+    ]
+
+
+def train(ranks: int, cases: list[Case], path: Path, seconds_max: float) -> Results:
+    path.mkdir(parents=True)
+    (path / "cases.json").write_text(to_json(cases))
+    result = run_ranks(
+        ranks,
+        "tests.launch.mesh_ranks",
+        str(path / "cases.json"),
+        str(path),
+        seconds_max=seconds_max,
+    )
+    assert result.returncode == 0, result.stderr[-4000:]
+    found = {}
+    for case in cases:
+        found[case.name] = json.loads((path / f"{case.name}.json").read_text())
+        with np.load(path / f"{case.name}.npz") as arrays:
+            found[case.name]["gradients"] = dict(arrays)
+    return found
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    """One rank, in the arithmetic of each kind of case."""
+    cases = [
+        Case("float32"),
+        Case("bfloat16", train=BFLOAT16),
+        Case("untied", model={"tie_word_embeddings": False}),
+    ]
+    return train(1, cases, tmp_path_factory.mktemp("alone") / "run", 300)
+
+
+def largest_difference(found: dict[str, Any], wanted: dict[str, Any]) -> float:
+    """Of the gradients of step 1, relative to the largest element of each tensor."""
+    assert whole(found).keys() == whole(wanted).keys()
+    return max(
+        float(np.max(np.abs(values - whole(wanted)[name])) / np.max(np.abs(whole(wanted)[name])))
+        for name, values in whole(found).items()
+    )
+
+
+def whole(results: dict[str, Any]) -> dict[str, np.ndarray]:
+    """Whole tensors from blocks of rows, whatever the mesh cut them into."""
+    blocks: dict[str, list[tuple[int, np.ndarray]]] = {}
+    for key, values in results["gradients"].items():
+        name, _, row0 = key.rpartition(":")
+        blocks.setdefault(name, []).append((int(row0), values))
+    return {
+        name: np.concatenate([values for _, values in sorted(rows, key=lambda row: row[0])])
+        for name, rows in blocks.items()
+    }
+
+
+def check(found: dict[str, Any], wanted: dict[str, Any], later: float = 1e-5) -> None:
+    """Step 1 within 1e-5, all losses within `later`; relative."""
+    losses, expected = found["losses"], wanted["losses"]
+    np.testing.assert_allclose(losses[0], expected[0], rtol=1e-5)
+    np.testing.assert_allclose(losses, expected, rtol=later)
+    np.testing.assert_allclose(found["norms"][0], wanted["norms"][0], rtol=1e-5)
+    np.testing.assert_allclose(found["evals"], wanted["evals"], rtol=later)
+    if later == 1e-5:
+        assert largest_difference(found, wanted) <= 1e-5
+
+
+TWO = [mesh(dp=2), mesh(dp=2, ep=2), mesh(op=2), mesh(pp=2)]
+FOUR = [
+    mesh(dp=4, ep=2),
+    mesh(pp=2, op=2),
+    mesh("looped", pp=2, dp=2, pp_interleave_num=2),
+    mesh(
+        "1f1b",
+        pp=4,
+        pipeline_schedule="1f1b",
+        train={"micro_batch_order": "batch_major"},
+    ),
+    mesh("sequence-parallel", dp=2, op=2, use_seq_parallel=True),
+    mesh("replicas", dp=4, optimizer_parallel=False),
+    mesh("uneven", pp=2, dp=2, ep=2, pipeline_layers=[1, 3]),
+]
+BF16 = mesh("bf16", dp=2, op=2, ep=2, train=BFLOAT16)
+UNTIED = mesh("untied", pp=2, dp=2, model={"tie_word_embeddings": False})
+
+
+@pytest.mark.parametrize(("ranks", "cases"), [(2, TWO), (4, [*FOUR, BF16, UNTIED])])
+def test_a_mesh_trains_the_model_of_one_rank(tmp_path, alone, ranks, cases):
+    found = train(ranks, cases, tmp_path / "run", 600)
+    for case in cases:
+        kind = case.name if case.name in alone else "float32"
+        if case.name == "bf16":
+            check(found[case.name], alone["bfloat16"], later=1e-3)
+        else:
+            check(found[case.name], alone[kind])
+
+
+def test_a_mesh_gives_the_same_bits_again_and_under_any_budget(tmp_path):
+    """Promise 1 on a mesh with every axis but pipeline, and on one with a pipeline."""
+    for number, case in enumerate(
+        (
+            mesh("wide", dp=2, op=2, ep=2, steps=6, train=BFLOAT16),
+            mesh("deep", pp=2, dp=2, steps=6, train=BFLOAT16),
+        )
+    ):
+        cases = [
+            case,
+            replace(case, name="again"),
+            replace(case, name="least", smallest=True),
+            replace(case, name="sync", smallest=True, offload={"pipeline": "sync"}),
+            replace(case, name="recompute", train=BFLOAT16 | {"recompute": "full"}),
+            replace(case, name="dense", offload={"idle_expert_policy": "dense"}),
+        ]
+        found = train(4, cases, tmp_path / str(number), 600)
+        for name, results in found.items():
+            for key in ("losses", "norms", "evals", "digest"):
+                assert results[key] == found[case.name][key], (case.name, name, key)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_every_mesh_trains_the_model_of_one_rank(tmp_path, alone, ranks):
+    cases = every_mesh(ranks)
+    half = [
+        replace(case, name=f"{case.name}-bf16", train=BFLOAT16) for case in cases[:: 2 * ranks // 4]
+    ]
+    found = train(ranks, [*cases, *half], tmp_path / "run", 3600)
+    for case in cases:
+        check(found[case.name], alone["float32"])
+    for case in half:
+        check(found[case.name], alone["bfloat16"], later=1e-3)
