@@ -29,6 +29,7 @@ from launch.mesh_plan import mesh_lines
 from launch.rank_store import RankStore, open_rank_store
 from launch.ranks import detect_ranks
 from launch.resume import StartingPoint, save_plan, starting_point
+from launch.world import AGREED
 from moe.data.bigram import bigram_nats_per_token
 from moe.data.load import RunData, load_data
 from moe.data.stream import BatchStream, Cursor, Sequences, evaluation_batches
@@ -161,6 +162,8 @@ def _train(
         report = _report(config, plan, engine, backend, trainer.totals)
         report |= _account_of_commits(start, engine, store, trainer.totals)
         report["comm"] = _account_of_ranks(rank, trainer.totals)
+        if failure is None or isinstance(failure, AGREED):
+            report["ranks"] = _account_of_each_rank(rank, engine)
         report["process"] = {
             "peak_rss_bytes": peak_resident_bytes(),
             "baseline_rss_bytes": baseline_bytes,
@@ -170,6 +173,16 @@ def _train(
         report["exit_reason"] = _reason(failure)
         _end(observer, report, failure)
     return report
+
+
+def _account_of_each_rank(rank: _Rank, engine: OffloadEngine) -> list[dict[str, Any]]:
+    """What every rank holds and held at most; entered by all ranks."""
+    mine = {
+        "parameters": rank.plan.parameters,
+        "state_bytes": rank.plan.state_bytes,
+        "peak_bytes": engine.peak_bytes(),
+    }
+    return rank.groups.world.all_gather_object(mine)
 
 
 def _account_of_ranks(rank: _Rank, totals: RunTotals) -> dict[str, Any]:
