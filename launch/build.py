@@ -178,7 +178,6 @@ def make_engine(
     groups = groups or ParallelGroups.single(model)
     share = groups.share
     layouts = layouts_of(model, train, config.optimizer.decay_norms, share)
-    uses = gradient_uses(model)
     parts = EngineParts(
         layouts=layouts,
         plan=plan,
@@ -186,7 +185,7 @@ def make_engine(
         pool=pool,
         store=store,
         activations=activation_specs(model, train, share),
-        gradient_uses={x.name: uses[x.name] for x in layouts},
+        gradient_uses=gradient_uses(model, share),
         batch_major=is_batch_major(train),
         loss_scaling=train.compute_dtype == "float16",
         sharing=groups.sharing(layouts),

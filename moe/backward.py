@@ -23,6 +23,7 @@ from moe.params import (
     head_units,
     slice_rows,
 )
+from moe.pipeline_parallel import TiedUse
 from offload.parts import UnitUse
 
 
@@ -44,7 +45,9 @@ class Backward:
     ) -> None:
         """Backward of mean token loss + balance and z losses, means over the whole batch."""
         c = self._c
-        self._head(targets, scale / batch_tokens)
+        share, stream = c.groups.share, self._forward.stream
+        if share.has_head:
+            self._head(targets, scale / batch_tokens)
         d_balance = scale * c.model.moe_aux_loss_coeff / batch_sequences
         d_z = scale * c.model.moe_z_loss_coeff / batch_sequences
         for segment in reversed(c.segments()):
@@ -54,9 +57,12 @@ class Backward:
                     if layer != segment[-1]:
                         self._forward.experts(layer, "redo")
             for layer in reversed(segment):
+                stream.receive_gradients(layer + 1)
                 self._dw = self._forward.expert_rows.backward(layer)
                 self._dense(layer, d_balance, d_z)
-        self._embed(tokens)
+        if share.has_embedding:
+            self._embed(tokens)
+        self._forward.tied.send_gradients()
 
     @contextmanager
     def _lease(self, unit: str, use: int = 0) -> Iterator[UnitUse]:
@@ -70,9 +76,9 @@ class Backward:
     def _head(self, targets: Sequence[np.ndarray], dscale: float) -> None:
         c = self._c
         name = EMBEDDING if c.model.tie_word_embeddings else HEAD
-        for (row0, _), unit in zip(slice_rows(c.model), head_units(c.model)):
-            c.enter("bwd head", unit)
-            with self._lease(unit) as use:
+        units = zip(slice_rows(c.model), head_units(c.model))
+        for number, ((row0, _), unit) in enumerate(units):
+            with self._head_slice(number, unit) as use:
                 for m, targets_T in enumerate(targets):
                     lse_T = c.lse[m]
                     dxn, dw = c.stages.head_slice_bwd(
@@ -95,6 +101,18 @@ class Backward:
                 )
                 c.put("dh", m, dh)
                 use.add(FINAL_NORM, c.backend.to_numpy(dln))
+
+    @contextmanager
+    def _head_slice(self, number: int, unit: str) -> Iterator[UnitUse | TiedUse]:
+        """Weights and gradient of a head slice: a lease, or the copy of a tied one."""
+        c = self._c
+        if self._forward.tied.is_copied:
+            with self._forward.tied.use(number) as copy:
+                yield copy
+        else:
+            c.enter("bwd head", unit)
+            with self._lease(unit) as use:
+                yield use
 
     def _dense(self, layer: int, d_balance: float, d_z: float) -> None:
         c = self._c
@@ -128,7 +146,7 @@ class Backward:
         slot, prefix = c.slot(layer, m), f"model.layers.{layer}"
         saved = c.attention_saved(slot)
         dh, grads = c.stages.attn_bwd(c.get(*c.stream_in(layer, m)), weights, saved, dh_mid)
-        c.put("dh", m, dh)
+        self._forward.stream.put_gradient(layer, m, dh)
         use.add(f"{prefix}.input_layernorm.weight", c.backend.to_numpy(grads.ln))
         for name, grad in zip("qkvo", (grads.wq, grads.wk, grads.wv, grads.wo)):
             use.add(f"{prefix}.self_attn.{name}_proj.weight", c.backend.to_numpy(grad))
@@ -153,10 +171,13 @@ class Backward:
 
     def _embed(self, tokens: Sequence[np.ndarray]) -> None:
         c = self._c
-        use_number = 1 if c.model.tie_word_embeddings else 0
-        for (row0, rows), unit in zip(slice_rows(c.model), embedding_units(c.model)):
+        tied_here = c.model.tie_word_embeddings and c.groups.share.has_head
+        use_number = 1 if tied_here else 0
+        slices = zip(slice_rows(c.model), embedding_units(c.model))
+        for number, ((row0, rows), unit) in enumerate(slices):
             c.enter("bwd", unit)
             with self._lease(unit, use_number) as use:
                 for m, tokens_T in enumerate(tokens):
                     dw = c.stages.embed_bwd(c.backend.wrap(tokens_T), c.get("dh", m), row0, rows)
                     use.add(EMBEDDING, c.backend.to_numpy(dw))
+                self._forward.tied.add_gradient(number, use)

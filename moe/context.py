@@ -11,6 +11,7 @@ import numpy as np
 from moe.config import ModelConfig, TrainConfig
 from moe.parallel import ParallelGroups
 from moe.params import layer_unit
+from moe.places import Places
 from moe.schedule import segments, stage_name
 from offload.engine import OffloadEngine
 from offload.parts import UnitUse
@@ -36,14 +37,20 @@ class LossSums:
     balance: float = 0.0
     z: float = 0.0
 
+    def add(self, other: LossSums) -> None:
+        """Add another chunk's sums."""
+        self.token_loss += other.token_loss
+        self.balance += other.balance
+        self.z += other.z
+
 
 @dataclass
 class StepContext:
     """The parts of a step. Every array that outlives a stage is in `engine.activations`.
 
-    `micro` is the number of micro-batches that this rank has in the current chunk; a rank that ran
-    out of data has fewer than others, or none, and enters every stage all the same. `needed` are
-    this rank's experts of each layer that have a token of any rank, ascending.
+    `chunk` is the one whose pass runs. `micro` is the number of micro-batches that this rank has in
+    it; a rank that ran out of data has fewer than others, or none, and enters every stage all the
+    same. `counts` are the micro-batches of every chunk of the step.
     """
 
     model: ModelConfig
@@ -52,12 +59,32 @@ class StepContext:
     stages: Stages
     backend: Backend
     groups: ParallelGroups
-    routing: dict[tuple[int, int], Routing] = field(default_factory=dict)
-    needed: dict[int, list[int]] = field(default_factory=dict)
     lse: dict[int, np.ndarray] = field(default_factory=dict)
     frozen: frozenset[str] = frozenset()
     chunk: int = 0
     micro: int = 1
+    counts: Sequence[int] = (1,)
+    places: Places = field(init=False)
+    _routing: dict[int, dict[tuple[int, int], Routing]] = field(default_factory=dict)
+    _needed: dict[int, dict[int, list[int]]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.places = Places(self.train, self.groups.share)
+
+    @property
+    def lane(self) -> int:
+        """Lane of the current chunk: what is kept from its forward to its backward pass."""
+        return self.places.lane(self.chunk)
+
+    @property
+    def routing(self) -> dict[tuple[int, int], Routing]:
+        """Decisions of the current chunk by layer and micro-batch."""
+        return self._routing.setdefault(self.lane, {})
+
+    @property
+    def needed(self) -> dict[int, list[int]]:
+        """This rank's experts of each layer that have a token of any rank in the current chunk."""
+        return self._needed.setdefault(self.lane, {})
 
     def trains(self, unit: str) -> bool:
         """Whether the unit has gradients."""
@@ -70,18 +97,14 @@ class StepContext:
     # ---- activations: layer arrays are indexed by slot and micro-batch
 
     def slot(self, layer: int, m: int) -> int:
-        """Copy index of a layer's saved arrays; under `full` a segment's slots are reused."""
-        every = self.train.recompute_every if self.train.recompute == "full" else None
-        return (layer if every is None else layer % every) * self.micro + m
+        """Copy index of a layer's saved arrays."""
+        return self.places.slot(layer, m, self.chunk)
 
     def stream_in(self, layer: int, m: int) -> tuple[str, int]:
         """Name and index of the residual stream entering `layer` (num_layers: the output)."""
         if layer == self.model.num_hidden_layers:
             return "h_out", m
-        every = self.train.recompute_every if self.train.recompute == "full" else 1
-        if layer % every == 0:
-            return "h_in", layer // every * self.micro + m
-        return "h_seg", layer % every * self.micro + m
+        return self.places.stream_in(layer, m, self.chunk)
 
     def get(self, name: str, index: int) -> Any:
         """A saved array as a device tensor."""
@@ -135,4 +158,4 @@ class StepContext:
 
     def segments(self) -> list[range]:
         """Runs of layers between checkpoints."""
-        return segments(self.model, self.train)
+        return segments(self.train, self.groups.share)

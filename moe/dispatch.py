@@ -98,8 +98,8 @@ class ExchangedExperts(Experts):
         self._ep = context.groups.ep
         self._owned = context.groups.share.experts
         self._rounds = chunk_micro_batches(context.train)
-        self._incoming: dict[int, list[Incoming]] = {}
-        self._sent: dict[int, NDArray[np.int64]] = {}
+        self._incoming: dict[tuple[int, int], list[Incoming]] = {}
+        self._sent: dict[tuple[int, int], NDArray[np.int64]] = {}
 
     def agree(self, layer: int) -> None:
         """Fix which experts are needed, and tell their owners how many rows will come."""
@@ -111,8 +111,9 @@ class ExchangedExperts(Experts):
         recv = np.empty_like(send)
         counts = [send[0].size] * owners
         self._ep.all_to_all(send, counts, recv, counts)
-        self._sent[layer] = send.sum(axis=2)
-        self._incoming[layer] = [Incoming(recv[:, m]) for m in range(self._rounds)]
+        key = layer, c.lane
+        self._sent[key] = send.sum(axis=2)
+        self._incoming[key] = [Incoming(recv[:, m]) for m in range(self._rounds)]
 
     # ---- rows on their way
 
@@ -146,7 +147,7 @@ class ExchangedExperts(Experts):
 
     def _slots(self, layer: int, m: int, name: str) -> np.ndarray:
         """The slots of `name`: all of a micro-batch this rank has, none of another."""
-        return self._host(name, m)[: self._sent[layer][:, m].sum()]
+        return self._host(name, m)[: self._sent[layer, self._c.lane][:, m].sum()]
 
     def _gather(self, layer: int, m: int, source: str, target: str) -> np.ndarray:
         """Rows of a [T, D] array in slot order, in `target` [P, D], which is free at this time."""
@@ -157,19 +158,19 @@ class ExchangedExperts(Experts):
         return out
 
     def _to_owners(self, layer: int, m: int, rows: np.ndarray, name: str) -> None:
-        incoming = self._incoming[layer][m]
+        incoming = self._incoming[layer, self._c.lane][m]
         target = self._host(name, m)
         width = target.shape[1]
-        sent = [int(count) * width for count in self._sent[layer][:, m]]
+        sent = [int(count) * width for count in self._sent[layer, self._c.lane][:, m]]
         received = [count * width for count in incoming.of_source]
         self._ep.all_to_all(rows, sent, target[: incoming.total], received)
 
     def _to_sources(self, layer: int, m: int, name: str, out: np.ndarray) -> None:
-        incoming = self._incoming[layer][m]
+        incoming = self._incoming[layer, self._c.lane][m]
         source = self._host(name, m)
         width = source.shape[1]
         sent = [count * width for count in incoming.of_source]
-        received = [int(count) * width for count in self._sent[layer][:, m]]
+        received = [int(count) * width for count in self._sent[layer, self._c.lane][:, m]]
         self._ep.all_to_all(source[: incoming.total], sent, out, received)
 
     # ---- rows at their expert
@@ -180,7 +181,9 @@ class ExchangedExperts(Experts):
     def _pieces(self, layer: int, expert: int, m: int) -> Iterator[tuple[NDArray[np.int64], int]]:
         """Rows and bucket of each piece of an expert's rows."""
         tokens = self._c.train.micro_batch_tokens
-        for rows in self._incoming[layer][m].pieces(expert - self._owned.start, tokens):
+        for rows in self._incoming[layer, self._c.lane][m].pieces(
+            expert - self._owned.start, tokens
+        ):
             yield rows, bucket(len(rows), tokens)
 
     def _expert_forward(self, layer: int, expert: int, m: int, ffn: Sequence[Any]) -> None:

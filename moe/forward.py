@@ -6,7 +6,8 @@ computes all micro-batches, and saves what later stages need.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 
@@ -21,6 +22,8 @@ from moe.params import (
     head_units,
     slice_rows,
 )
+from moe.pipeline_parallel import Mailbox, StreamLinks, TiedEmbedding, TiedUse
+from offload.parts import UnitUse
 from ops.nn.routing import SlotPlan, choose_experts
 from ops.nn.stages import merge_slices
 
@@ -31,22 +34,30 @@ class Forward:
     def __init__(self, context: StepContext) -> None:
         self._c = context
         self.expert_rows = make_experts(context)
+        self.mail = Mailbox(context)
+        self.stream = StreamLinks(context, self.mail)
+        self.tied = TiedEmbedding(context, self.mail)
 
     def run(self, tokens: Sequence[np.ndarray], targets: Sequence[np.ndarray]) -> LossSums:
-        """Forward all layers and the head; returns loss sums, saves what backward needs."""
-        sums = LossSums()
-        self._embed(tokens)
-        for layer in range(self._c.model.num_hidden_layers):
+        """Forward all that this rank has; returns its loss sums, saves what backward needs."""
+        sums, share = LossSums(), self._c.groups.share
+        self.tied.receive_weights()
+        if share.has_embedding:
+            self._embed(tokens)
+        for layer in share.layers:
             self.dense(layer, "fwd", sums)
             self.experts(layer, "fwd")
-        self._head(targets, sums)
+        if share.has_head:
+            self._head(targets, sums)
         return sums
 
     def _embed(self, tokens: Sequence[np.ndarray]) -> None:
         c = self._c
-        for (row0, _), unit in zip(slice_rows(c.model), embedding_units(c.model)):
+        slices = zip(slice_rows(c.model), embedding_units(c.model))
+        for number, ((row0, _), unit) in enumerate(slices):
             c.enter("fwd", unit)
             with c.engine.use(unit) as use:
+                self.tied.send_weights(number, use.weights[EMBEDDING])
                 for m, tokens_T in enumerate(tokens):
                     weight = use.weights[EMBEDDING]
                     h = c.stages.embed_fwd(c.backend.wrap(tokens_T), weight, row0)
@@ -64,6 +75,8 @@ class Forward:
         with c.engine.use(unit) as use:
             weights = c.attention(layer, use)
             for m in range(c.micro):
+                if kind == "fwd":
+                    self.stream.receive(layer, m)
                 slot = c.slot(layer, m)
                 h_mid, saved = c.stages.attn_fwd(c.get(*c.stream_in(layer, m)), weights)
                 for name, tensor in zip(("q", "k", "v", "o", "h_mid"), (*saved, h_mid)):
@@ -109,7 +122,7 @@ class Forward:
                 c.backend.wrap(routing.w_TK),
                 c.get("shared", m) if c.model.n_shared_experts else None,
             )
-            c.put(*c.stream_in(layer + 1, m), out)
+            self.stream.put(layer + 1, m, out)
 
     def _head(self, targets: Sequence[np.ndarray], sums: LossSums) -> None:
         c = self._c
@@ -120,9 +133,9 @@ class Forward:
                 c.put("xn_out", m, xn)
         slices: list[list[tuple[np.ndarray, ...]]] = [[] for _ in range(c.micro)]
         name = EMBEDDING if c.model.tie_word_embeddings else HEAD
-        for (row0, _), unit in zip(slice_rows(c.model), head_units(c.model)):
-            c.enter("fwd head", unit)
-            with c.engine.use(unit) as use:
+        units = zip(slice_rows(c.model), head_units(c.model))
+        for number, ((row0, _), unit) in enumerate(units):
+            with self._head_slice(number, unit) as use:
                 for m, targets_T in enumerate(targets):
                     found = c.stages.head_slice_fwd(
                         c.get("xn_out", m), use.weights[name], c.backend.wrap(targets_T), row0
@@ -132,3 +145,14 @@ class Forward:
             lse_T, loss_T = merge_slices(slices[m])  # type: ignore[arg-type]
             c.lse[m] = lse_T
             sums.token_loss += float(np.sum(loss_T, dtype=np.float64))
+
+    @contextmanager
+    def _head_slice(self, number: int, unit: str) -> Iterator[UnitUse | TiedUse]:
+        """The weights of a head slice: a lease, or the copy of a tied one."""
+        if self.tied.is_copied:
+            with self.tied.use(number) as copy:
+                yield copy
+        else:
+            self._c.enter("fwd head", unit)
+            with self._c.engine.use(unit) as use:
+                yield use

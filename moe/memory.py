@@ -7,10 +7,19 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
+
 from moe.config import ModelConfig, TrainConfig
 from moe.mesh import Share
-from moe.params import build_units, frozen_units, rank_slice_rows, unit_names
-from moe.schedule import chunk_micro_batches, gradient_uses
+from moe.params import (
+    build_units,
+    embedding_units,
+    frozen_units,
+    rank_slice_rows,
+    unit_names,
+)
+from moe.places import Places
+from moe.schedule import chunk_micro_batches, gradient_uses, uses_tied_copy
 from offload.activations import ActivationSpec, activation_bytes
 from offload.blocks import UnitLayout, UnitSpec
 from offload.gradients import accumulator_bytes
@@ -74,27 +83,26 @@ def activation_specs(
     Per layer slot and micro-batch: `h_in`, the residual stream at a checkpoint (`h_seg` inside a
     segment); q, k, v, o, h_mid, xn, logits, from which backward continues without repeating a
     projection; with recompute none also the experts' g, u. Under `full` a segment's worth of
-    slots is reused. Per micro-batch: h_out, y, xn_out, dh, dx, dxn_out. With expert parallelism
-    also, per micro-batch, the rows that arrive: `recv_x` (results replace them), `recv_dout`,
-    `recv_w`, of `received_rows` rows each; and no g, u, which backward recomputes.
+    slots is reused. Per micro-batch: y, dh, dx; with a head h_out, xn_out, dxn_out. With expert
+    parallelism also, per micro-batch, the rows that arrive: `recv_x` (results replace them),
+    `recv_dout`, `recv_w`, of `received_rows` rows each; and no g, u, which backward recomputes.
+    A pipeline's copy of a tied embedding is `tied` and its gradients `tied_grad`, an array a
+    vocabulary slice on the last stage; the first stage has one `tied_grad`, where each arrives.
     """
     compute, stream = train.compute_dtype, "float32"
     tokens, hidden = train.micro_batch_tokens, model.hidden_size
     share = share or Share.whole(model)
-    op, micro, layers = share.op_size, chunk_micro_batches(train), len(share.layers)
+    op, micro, places = share.op_size, chunk_micro_batches(train), Places(train, share)
     slots_P, ffn = tokens * model.num_experts_per_tok, model.moe_intermediate_size // op
     q_dim = model.num_attention_heads * model.head_dim // op
     kv_dim = model.num_key_value_heads * model.head_dim // op
-    full = train.recompute == "full"
-    every = train.recompute_every if full else 1
-    num_segments = sum(-(-len(chunk) // every) for chunk in share.layer_chunks)
-    saved = min(every, max(map(len, share.layer_chunks))) if full else layers
+    saved = places.num_slots
 
     def spec(name: str, rows: int, width: int, dtype: str, copies: int) -> ActivationSpec:
         return ActivationSpec(name, (rows, width), dtype, copies * micro)
 
     specs = [
-        spec("h_in", tokens, hidden, stream, num_segments),
+        spec("h_in", tokens, hidden, stream, places.num_checkpoints),
         spec("q", tokens, q_dim, compute, saved),
         spec("k", tokens, kv_dim, compute, saved),
         spec("v", tokens, kv_dim, compute, saved),
@@ -102,14 +110,15 @@ def activation_specs(
         spec("h_mid", tokens, hidden, stream, saved),
         spec("xn", tokens, hidden, compute, saved),
         spec("logits", tokens, model.num_experts, stream, saved),
-        spec("h_out", tokens, hidden, stream, 1),
         spec("y", slots_P, hidden, compute, 1),
-        spec("xn_out", tokens, hidden, compute, 1),
-        spec("dxn_out", tokens, hidden, stream, 1),
         spec("dh", tokens, hidden, stream, 1),
         spec("dx", slots_P, hidden, compute, 1),
     ]
-    if every > 1:
+    if share.has_head:
+        specs.append(spec("h_out", tokens, hidden, stream, 1))
+        specs.append(spec("xn_out", tokens, hidden, compute, 1))
+        specs.append(spec("dxn_out", tokens, hidden, stream, 1))
+    if train.recompute == "full" and train.recompute_every > 1:
         specs.append(spec("h_seg", tokens, hidden, stream, saved))
     shared = model.shared_intermediate_size // op
     if shared:
@@ -123,6 +132,24 @@ def activation_specs(
             specs += [spec(name, slots_P, ffn, compute, saved) for name in ("g", "u")]
         if shared:
             specs += [spec(name, tokens, shared, compute, saved) for name in ("sg", "su")]
+    return specs + _tied_specs(model, train, share)
+
+
+def _tied_specs(model: ModelConfig, train: TrainConfig, share: Share) -> list[ActivationSpec]:
+    """Where a tied embedding and its head's gradients wait, see `moe/pipeline_parallel.py`."""
+    if not model.tie_word_embeddings or share.mesh.pp == 1:
+        return []
+    slices = rank_slice_rows(model, share)
+    shape = (max(rows for _, rows in slices), model.hidden_size)
+    frozen = frozen_units(unit_names(model), train.freeze)
+    has_gradient = not frozen.issuperset(embedding_units(model))
+    specs = []
+    if share.has_head:
+        specs.append(ActivationSpec("tied", shape, train.compute_dtype, len(slices)))
+        if has_gradient:
+            specs.append(ActivationSpec("tied_grad", shape, "float32", len(slices)))
+    elif share.has_embedding and has_gradient:
+        specs.append(ActivationSpec("tied_grad", shape, "float32", 1))
     return specs
 
 
@@ -146,11 +173,12 @@ def demands_of(
 ) -> Demands:
     """Activation, accumulator and workspace bytes of a step of the rank with these `layouts`."""
     sizes = {x.name: round_up(x.gathered.accumulator_nbytes, 4096) for x in layouts}
-    uses = {name: count for name, count in gradient_uses(model).items() if name in sizes}
+    share = share or Share.whole(model)
+    uses = gradient_uses(model, share)
     return Demands(
         activation_bytes=activation_bytes(activation_specs(model, train, share)),
         accumulator_bytes=accumulator_bytes(uses, sizes, is_batch_major(train)),
-        workspace_bytes=round_up(_workspace(model, train, share or Share.whole(model)), 4096),
+        workspace_bytes=round_up(_workspace(model, train, share), 4096),
     )
 
 
@@ -164,19 +192,25 @@ def _workspace(model: ModelConfig, train: TrainConfig, share: Share) -> int:
     shared = model.shared_intermediate_size // share.op_size
     ffn = model.moe_intermediate_size // share.op_size
     dims = stage_dims(model, train, share)
-    return max(
-        workspace_bytes(
+    vocab_rows = max(rows for _, rows in rank_slice_rows(model, share))
+    # The copy of a tied slice is no lease, so it lies in the workspace, like the gradients.
+    copy_bytes = vocab_rows * model.hidden_size * np.dtype(train.compute_dtype).itemsize
+    sizes = []
+    for stage in STAGES:
+        if not _runs(stage, share, bool(shared)):
+            continue
+        nbytes = workspace_bytes(
             stage,
             dims,
             train.compute_dtype,
             num_tokens=train.micro_batch_tokens,
             rows=train.micro_batch_tokens,
             ffn_size=shared if stage.startswith("shared") else ffn,
-            vocab_rows=max(rows for _, rows in rank_slice_rows(model, share)),
+            vocab_rows=vocab_rows,
         )
-        for stage in STAGES
-        if _runs(stage, share, bool(shared))
-    )
+        is_copy = stage.startswith("head") and uses_tied_copy(model, share)
+        sizes.append(nbytes + (copy_bytes if is_copy else 0))
+    return max(sizes)
 
 
 def _runs(stage: str, share: Share, has_shared: bool) -> bool:

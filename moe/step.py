@@ -13,11 +13,13 @@ from moe.config import ModelConfig, TrainConfig
 from moe.context import LossSums, StepContext
 from moe.forward import Forward
 from moe.parallel import ParallelGroups
-from moe.params import build_units, frozen_units
+from moe.params import frozen_units, unit_names
+from moe.pipeline_messages import evaluation_messages, training_messages
 from moe.schedule import (
     chunk_micro_batches,
     evaluation_stages,
     num_chunks,
+    training_passes,
     training_stages,
 )
 from offload.engine import OffloadEngine
@@ -40,7 +42,8 @@ class TrainingStep:
     """Runs steps of one model and batch shape on one engine, together with the ranks of `groups`.
 
     A rank whose data ran out passes fewer sequences than others, or none: it enters every stage
-    and every collective all the same, with the micro-batches it has.
+    and every collective all the same, with the micro-batches it has. All ranks of a pipeline pass
+    the same sequences.
     """
 
     def __init__(
@@ -53,17 +56,19 @@ class TrainingStep:
         groups: ParallelGroups | None = None,
     ) -> None:
         """Without `groups`, this is the only rank."""
+        groups = groups or ParallelGroups.single(model)
+        self._model = model
         self._train = train
         self._engine = engine
-        self._groups = groups or ParallelGroups.single(model)
-        self._context = StepContext(model, train, engine, stages, backend, self._groups)
+        self._groups = groups
+        self._context = StepContext(model, train, engine, stages, backend, groups)
         self._micro_max = chunk_micro_batches(train)
-        names = [unit.name for unit in build_units(model)]
-        self._context.frozen = frozen_units(names, train.freeze)
+        self._context.frozen = frozen_units(unit_names(model), train.freeze)
         self._forward = Forward(self._context)
         self._backward = Backward(self._context, self._forward)
-        self._training = training_stages(model, train)
-        self._evaluation = evaluation_stages(model)
+        self._passes = training_passes(train, groups.share)
+        self._training = training_stages(model, train, groups.share)
+        self._evaluation = evaluation_stages(model, groups.share)
 
     def train(
         self,
@@ -84,14 +89,17 @@ class TrainingStep:
         self._engine.begin(self._training)
         self._engine.begin_gradients(learning_rate)
         sums = LossSums()
-        for chunk, (inputs, wanted) in enumerate(chunks):
-            self._context.chunk, self._context.micro = chunk, len(inputs)
-            part = self._forward.run(inputs, wanted)
-            sums.token_loss += part.token_loss
-            sums.balance += part.balance
-            sums.z += part.z
-            scale = self._engine.scaler.scale
-            self._backward.run(inputs, wanted, scale, batch_tokens, batch_sequences)
+        counts = self._context.counts = [len(inputs) for inputs, _ in chunks]
+        share = self._groups.share
+        self._forward.mail.follow(training_messages(self._model, self._train, share, counts))
+        for step in self._passes:
+            inputs, wanted = chunks[step.chunk]
+            self._context.chunk, self._context.micro = step.chunk, len(inputs)
+            if step.kind == "forward":
+                sums.add(self._forward.run(inputs, wanted))
+            else:
+                scale = self._engine.scaler.scale
+                self._backward.run(inputs, wanted, scale, batch_tokens, batch_sequences)
         outcome = self._engine.finish_step(learning_rate, commit)
         token_loss, balance, z = self._over_ranks(sums.token_loss, sums.balance, sums.z)
         loss = np.float32(token_loss / batch_tokens)
@@ -104,9 +112,12 @@ class TrainingStep:
         """
         total = 0.0
         self._context.chunk = 0
+        share = self._groups.share
         for inputs, wanted in self._chunks(tokens, targets):
             self._context.micro = len(inputs)
             self._engine.begin(self._evaluation, training=False)
+            messages = evaluation_messages(self._model, self._train, share, len(inputs))
+            self._forward.mail.follow(messages)
             total += self._forward.run(inputs, wanted).token_loss
         return self._over_ranks(total)[0]
 
@@ -119,9 +130,10 @@ class TrainingStep:
         return int(sizes[0]), int(sizes[1])
 
     def _over_ranks(self, *values: float) -> list[float]:
-        """Each value summed over the ranks that trained on other data."""
+        """Each value summed over the data and, as each stage has a part of it, the pipeline."""
         sums = np.array(values, np.float64)
         self._groups.dp.all_reduce(sums)
+        self._groups.pipe.all_reduce(sums)
         return [float(value) for value in sums]
 
     def _chunks(

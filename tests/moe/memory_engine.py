@@ -17,6 +17,7 @@ from moe.memory import activation_specs
 from moe.mesh import Share
 from moe.params import build_units
 from offload.schedule import AccessSchedule
+from offload.stats import Stats
 
 
 class MemoryActivations:
@@ -87,6 +88,7 @@ class MemoryEngine:
         specs = activation_specs(model, train, share)
         rows = {spec.name: spec.shape for spec in specs}
         self.activations = MemoryActivations(set(rows), rows)  # type: ignore[arg-type]
+        self.stats = Stats()
         self.scaler = SimpleNamespace(scale=1.0)
         self._schedule = AccessSchedule(())
 
@@ -109,7 +111,7 @@ class MemoryEngine:
     def use(self, name: str, *, gradient: bool = False, use: int = 0) -> Iterator[Any]:
         self.leases.append(name)
         stage = self._schedule.stages[self._schedule.cursor]
-        assert name in stage.units and stage.gradient == gradient
+        assert name in stage.units and stage.gradient >= gradient  # frozen units have none
         unit = self.units[name]
         rows = {tensor.name: tensor.row0 for tensor in unit.tensors}
         weights = {
@@ -121,6 +123,8 @@ class MemoryEngine:
         def add(tensor: str, value: np.ndarray) -> None:
             key = (tensor, rows[tensor])
             added.add(tensor)
+            if not gradient:
+                return
             old = self.gradients.get(key, 0.0)
             self.gradients[key] = old + value.reshape(self.weights[key].shape)
 
