@@ -1,4 +1,6 @@
-"""What each rank of `test_parallel_experts.py` runs: `python -m tests.moe.parallel_experts`.
+"""What each rank of `test_parallel_experts.py` runs.
+
+`python -m tests.moe.parallel_experts [CHECK ...]` under `mpirun`; all checks when none is named.
 
 Four real ranks (or two meshes of two) train in fp64 on their parts of a batch, and one rank trains
 on the whole batch; losses and all gradients must agree. Every communicator compares what the ranks
@@ -264,11 +266,13 @@ CHECKS: tuple[Callable[[MpiWorld], None], ...] = (
 
 
 def main() -> None:
-    """Run all checks; any error ends all ranks with status 5."""
+    """Run checks; any error ends all ranks with status 5."""
     try:
         world = MpiWorld(timeout_seconds=300, checked=True)
         assert world.size == RANKS
         for check in CHECKS:
+            if sys.argv[1:] and check.__name__ not in sys.argv[1:]:
+                continue
             check(world)
             if world.rank == 0:
                 print(check.__name__, flush=True)
