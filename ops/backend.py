@@ -39,7 +39,8 @@ class MindSporeBackend:
         """
         check_threads(threads)
         self._threads = threads
-        ms.set_device("CPU")
+        if ms.get_context("device_target") != "CPU":  # set already where ranks talk through it
+            ms.set_device("CPU")
         ms.set_context(mode=ms.PYNATIVE_MODE)
         ms.set_deterministic(True)
         if threads is not None:
