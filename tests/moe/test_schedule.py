@@ -5,12 +5,9 @@ from __future__ import annotations
 import pytest
 
 from moe.config import TrainConfig
-from moe.memory import activation_specs, demands_of, layouts_of
 from moe.mesh import Mesh, ParallelConfig, Share
 from moe.params import build_units
-from moe.places import Places
 from moe.schedule import (
-    chunk_micro_batches,
     evaluation_stages,
     gradient_uses,
     num_chunks,
@@ -21,14 +18,6 @@ from moe.schedule import (
 )
 from offload.schedule import AccessSchedule
 from tests.moe.pipeline_cases import LAYERS, MESHES, model_of, train_of
-
-FORMS = (
-    {"recompute": "none"},
-    {"recompute": "selective"},
-    {"recompute": "full"},
-    {"recompute": "full", "recompute_every": 2},
-    {"recompute": "full", "recompute_every": 5},
-)
 
 
 def shares_of(config: ParallelConfig, **changes) -> list[Share]:
@@ -121,84 +110,3 @@ def test_1f1b_has_few_micro_batches_under_way(config):
             for kind in ("forward", "backward"):
                 chunks = [step.chunk for step in passes if step.kind == kind]
                 assert chunks == list(range(steps)), "gradients are summed in this order"
-
-
-@pytest.mark.parametrize("config", MESHES, ids=str)
-@pytest.mark.parametrize("form", FORMS, ids=lambda form: "-".join(map(str, form.values())))
-def test_what_is_saved_is_not_overwritten_before_it_is_used(config, form):
-    """Walk the step: each index is in range, and holds what its reader expects."""
-    model, train = model_of(), train_of(config, gradient_accumulation_steps=5, **form)
-    full = train.recompute == "full"
-    for share in shares_of(config):
-        places = Places(train, share)
-        copies = {spec.name: spec.copies for spec in activation_specs(model, train, share)}
-        micro = chunk_micro_batches(train)
-        held: dict[tuple[str, int], tuple[int, int, int]] = {}
-
-        def place(name: str, layer: int, m: int, chunk: int) -> tuple[str, int]:
-            if name == "stream":
-                found = places.stream_in(layer, m, chunk)  # noqa: B023
-            else:
-                found = name, places.slot(layer, m, chunk)  # noqa: B023
-            assert 0 <= found[1] < copies[found[0]]  # noqa: B023
-            return found
-
-        def save(layer: int, chunk: int, *names: str) -> None:
-            for name in names:
-                for m in range(micro):  # noqa: B023
-                    held[place(name, layer, m, chunk)] = (layer, chunk, m)  # noqa: B023
-
-        def check(layer: int, chunk: int, *names: str) -> None:
-            for name in names:
-                for m in range(micro):  # noqa: B023
-                    assert held[place(name, layer, m, chunk)] == (layer, chunk, m)  # noqa: B023
-
-        for step in training_passes(train, share):
-            if step.kind == "forward":
-                for layer in share.layers:
-                    save(layer, step.chunk, "stream", "xn")
-                continue
-            for segment in reversed(segments(train, share)):
-                for layer in segment if full else ():
-                    if layer != segment.start:
-                        save(layer, step.chunk, "stream")
-                    check(layer, step.chunk, "stream")
-                    save(layer, step.chunk, "xn")
-                for layer in reversed(segment):
-                    check(layer, step.chunk, "stream", "xn")
-
-
-def test_a_stage_takes_memory_for_what_it_does():
-    """Each end of a pipeline has its own arrays, and only the ends those of the vocabulary."""
-    config = ParallelConfig(pipeline_stage=4)
-    # A vocabulary that outweighs everything else in the workspace.
-    model, train = model_of(vocab_size=4000, vocab_slice_rows=3000), train_of(config)
-    mesh = Mesh(config)
-    specs, workspace = [], []
-    for rank in range(4):
-        share = mesh.share(model, rank)
-        specs.append({x.name: x for x in activation_specs(model, train, share)})
-        layouts = layouts_of(model, train, False, share)
-        workspace.append(demands_of(model, train, layouts, share).workspace_bytes)
-    assert [("h_out" in found, "xn_out" in found) for found in specs] == 3 * [(False, False)] + [
-        (True, True)
-    ]
-    assert [found["tied"].copies if "tied" in found else 0 for found in specs] == [0, 0, 0, 2]
-    grads = [found["tied_grad"].copies if "tied_grad" in found else 0 for found in specs]
-    assert grads == [1, 0, 0, 2]
-    assert specs[3]["tied"].shape == (3000, model.hidden_size)
-    assert workspace[1] == workspace[2] < min(workspace[0], workspace[3])
-    untied = model_of(vocab_size=4000, vocab_slice_rows=3000, tie_word_embeddings=False)
-    share = mesh.share(untied, 3)
-    layouts = layouts_of(untied, train, False, share)
-    less = demands_of(untied, train, layouts, share).workspace_bytes
-    assert workspace[3] - less == pytest.approx(3000 * model.hidden_size * 4, abs=4096)
-
-
-def test_nothing_waits_for_a_gradient_of_a_frozen_embedding():
-    config = ParallelConfig(pipeline_stage=2)
-    train = train_of(config, freeze=["embed.*"])
-    for share in shares_of(config):
-        names = [spec.name for spec in activation_specs(model_of(), train, share)]
-        assert "tied_grad" not in names
-        assert ("tied" in names) == share.has_head
