@@ -10,22 +10,25 @@ CONFIG ?= tiny-moe
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.headrace-setup
 BENCH_STAMP := $(VENV)/.headrace-bench
-# bench_step takes long and much disk: it has a target of its own.
-BENCHMARKS := $(filter-out bench_step,$(basename $(notdir $(sort $(wildcard benchmarks/bench_*.py)))))
+# bench_step takes long and much disk, bench_parallel long: they have targets of their own.
+BENCHMARKS := $(filter-out bench_step bench_parallel,$(basename $(notdir $(sort $(wildcard benchmarks/bench_*.py)))))
 
 SUITABLE := import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 12))
 
-.PHONY: help setup train test test-kill checks bench bench-store bench-step clean
+.PHONY: help setup train test test-kill test-parallel test-32 checks bench bench-store bench-step bench-parallel clean
 
 help:
 	@echo "make train   train the shipped model (about 3 minutes after installation)"
 	@echo "make test    run the tests"
 	@echo "make test-kill  200 kills -9 in named phases of a run, each resumed to the same bits"
+	@echo "make test-parallel  every mesh of 2, 4 and 8 ranks beside one rank (an hour on two cores)"
+	@echo "make test-32  32 ranks train a small model (10 minutes on two cores, 16 GiB of memory)"
 	@echo "make setup   make the environment $(VENV) alone"
 	@echo "make checks  formatting, lint, types, architecture"
 	@echo "make bench   measure beside peers; prints JSON lines"
 	@echo "make bench-store  the NVMe store beside fio; prints JSON lines"
 	@echo "make bench-step   an offloaded step beside its bound (20 minutes, 20 GiB of disk)"
+	@echo "make bench-parallel  steps on 1, 2 and 4 ranks; prints JSON lines"
 	@echo "make clean   remove the environment and caches"
 
 setup: $(STAMP)
@@ -63,6 +66,12 @@ KILL_TESTS := tests/offload/test_engine_kill.py tests/launch/test_kill_and_resum
 test-kill: setup
 	$(BIN)/python -m pytest $(KILL_TESTS) -m long
 
+test-parallel: setup
+	$(BIN)/python -m pytest tests/launch/test_meshes.py
+
+test-32: setup
+	$(BIN)/python -m pytest tests/launch/test_32_ranks.py
+
 checks: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -80,6 +89,9 @@ bench: $(BENCH_STAMP)
 
 bench-step: setup
 	@$(BIN)/python -m benchmarks.bench_step
+
+bench-parallel: setup
+	@$(BIN)/python -m benchmarks.bench_parallel
 
 bench-store: setup
 	@$(BIN)/python -m benchmarks.bench_nvme --require-fio
