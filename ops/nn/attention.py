@@ -160,13 +160,79 @@ def _build_core(dims: StageDims, dtype: str) -> tuple[Callable[..., Any], ...]:
     return core_fwd, core_bwd
 
 
-def build_attention(dims: StageDims, dtype: str) -> dict[str, Callable[..., Any]]:
-    """Return jit-compiled `attn_fwd`, `attn_bwd` for `dims` (see `Stages`)."""
-    ct, st = ms_dtype(dtype), ms_dtype(stream_dtype(dtype))
+def build_attention_parts(dims: StageDims, dtype: str) -> tuple[Callable[..., Any], ...]:
+    """Return attention between the norm and the output projection, for use inside jit.
+
+    `attend` gives (o, q, k, v); `attend_dx` gives (dxn ct, dq, dk, dv, dwo, dqn, dkn);
+    `weights_dw` gives dwq, dwk, dwv. All in ct but dqn, dkn.
+    """
     S, H, G, C = dims.seq_len, dims.num_heads, dims.num_kv_heads, dims.head_dim
-    M, eps = H // G, dims.rms_norm_eps
+    M = H // G
     heads, flat, prepare, prepare_dx = _build_heads(dims, dtype)
     core_fwd, core_bwd = _build_core(dims, dtype)
+
+    def attend(
+        xn: Tensor,
+        wq: Tensor,
+        wk: Tensor,
+        wv: Tensor,
+        qn: Tensor,
+        kn: Tensor,
+        cos_q: Tensor,
+        sin_q: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        bias: Tensor,
+    ) -> tuple[Tensor, ...]:
+        q, k, v = nt(xn, wq), nt(xn, wk), nt(xn, wv)
+        q5 = prepare(q, qn, H, cos_q, sin_q).reshape((-1, M, S, C))
+        k3 = prepare(k, kn, G, cos, sin).reshape((-1, S, C))
+        v3 = heads(v, G).reshape((-1, S, C))
+        o5 = core_fwd(q5, k3, v3, bias)
+        return flat(o5.reshape((-1, H, S, C)), H), q, k, v
+
+    def attend_dx(
+        wq: Tensor,
+        wk: Tensor,
+        wv: Tensor,
+        wo: Tensor,
+        qn: Tensor,
+        kn: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        o: Tensor,
+        dy: Tensor,
+        cos_q: Tensor,
+        sin_q: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        bias: Tensor,
+    ) -> tuple[Tensor, ...]:
+        do, dwo = nn(dy, wo), tn(dy, o)
+        dq5, dk3, dv3 = core_bwd(
+            prepare(q, qn, H, cos_q, sin_q).reshape((-1, M, S, C)),
+            prepare(k, kn, G, cos, sin).reshape((-1, S, C)),
+            heads(v, G).reshape((-1, S, C)),
+            heads(o, H).reshape((-1, M, S, C)),
+            heads(do, H).reshape((-1, M, S, C)),
+            bias,
+        )
+        dq, dqn = prepare_dx(q, qn, H, cos_q, sin_q, dq5.reshape((-1, H, S, C)))
+        dk, dkn = prepare_dx(k, kn, G, cos, sin, dk3.reshape((-1, G, S, C)))
+        dv = flat(dv3.reshape((-1, G, S, C)), G)
+        return nn(dq, wq) + nn(dk, wk) + nn(dv, wv), dq, dk, dv, dwo, dqn, dkn
+
+    def weights_dw(dq: Tensor, dk: Tensor, dv: Tensor, xn: Tensor) -> tuple[Tensor, ...]:
+        return tn(dq, xn), tn(dk, xn), tn(dv, xn)
+
+    return attend, attend_dx, weights_dw
+
+
+def build_attention(dims: StageDims, dtype: str) -> dict[str, Callable[..., Any]]:
+    """Return jit-compiled `attn_fwd`, `attn_bwd` for `dims` (see `Stages`)."""
+    ct, st, eps = ms_dtype(dtype), ms_dtype(stream_dtype(dtype)), dims.rms_norm_eps
+    attend, attend_dx, weights_dw = build_attention_parts(dims, dtype)
 
     def attn_fwd(
         h: Tensor,
@@ -184,12 +250,7 @@ def build_attention(dims: StageDims, dtype: str) -> dict[str, Callable[..., Any]
         bias: Tensor,
     ) -> tuple[Tensor, ...]:
         xn = rms_norm(h, ln, eps).astype(ct)
-        q, k, v = nt(xn, wq), nt(xn, wk), nt(xn, wv)
-        q5 = prepare(q, qn, H, cos_q, sin_q).reshape((-1, M, S, C))
-        k3 = prepare(k, kn, G, cos, sin).reshape((-1, S, C))
-        v3 = heads(v, G).reshape((-1, S, C))
-        o5 = core_fwd(q5, k3, v3, bias)
-        o = flat(o5.reshape((-1, H, S, C)), H)
+        o, q, k, v = attend(xn, wq, wk, wv, qn, kn, cos_q, sin_q, cos, sin, bias)
         return h + nt(o, wo).astype(st), q, k, v, o
 
     def attn_bwd(
@@ -213,21 +274,12 @@ def build_attention(dims: StageDims, dtype: str) -> dict[str, Callable[..., Any]
         bias: Tensor,
     ) -> tuple[Tensor, ...]:
         dy = dh_mid.astype(ct)
-        do, dwo = nn(dy, wo), tn(dy, o)
-        dq5, dk3, dv3 = core_bwd(
-            prepare(q, qn, H, cos_q, sin_q).reshape((-1, M, S, C)),
-            prepare(k, kn, G, cos, sin).reshape((-1, S, C)),
-            heads(v, G).reshape((-1, S, C)),
-            heads(o, H).reshape((-1, M, S, C)),
-            heads(do, H).reshape((-1, M, S, C)),
-            bias,
+        dxn, dq, dk, dv, dwo, dqn, dkn = attend_dx(
+            wq, wk, wv, wo, qn, kn, q, k, v, o, dy, cos_q, sin_q, cos, sin, bias
         )
-        dq, dqn = prepare_dx(q, qn, H, cos_q, sin_q, dq5.reshape((-1, H, S, C)))
-        dk, dkn = prepare_dx(k, kn, G, cos, sin, dk3.reshape((-1, G, S, C)))
-        dv = flat(dv3.reshape((-1, G, S, C)), G)
-        dxn = (nn(dq, wq) + nn(dk, wk) + nn(dv, wv)).astype(st)
+        dxn = dxn.astype(st)
         xn = rms_norm(h, ln, eps).astype(ct)
-        dwq, dwk, dwv = tn(dq, xn), tn(dk, xn), tn(dv, xn)
+        dwq, dwk, dwv = weights_dw(dq, dk, dv, xn)
         dh, dln = rms_norm_dx(h, ln, dxn, eps)
         grads = (sum_rows(dln), dwq.astype(st), dwk.astype(st), dwv.astype(st), dwo.astype(st))
         return dh_mid + dh, *grads, dqn, dkn

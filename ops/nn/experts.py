@@ -17,6 +17,12 @@ from ops.nn.dims import StageDims
 from ops.nn.primitives import Tensor, jit, ms_dtype, nn, nt, spread, stream_dtype, sum_last, tn
 
 
+def weighted_rows(y: Tensor, pos: Tensor, w: Tensor, k: int, st: Any) -> Tensor:
+    """Return w[t,k] * y[pos[t,k]] of every token t, in st; for use inside jit."""
+    rows = ops.gather(y, pos[:, k], 0).astype(st)
+    return rows * spread(w[:, k : k + 1], rows.shape[1])
+
+
 def build_experts(dims: StageDims, dtype: str) -> dict[str, Callable[..., Any]]:
     """Return jit-compiled expert, combine and uncombine functions (see `Stages`)."""
     ct, st = ms_dtype(dtype), ms_dtype(stream_dtype(dtype))
@@ -69,8 +75,7 @@ def build_experts(dims: StageDims, dtype: str) -> dict[str, Callable[..., Any]]:
 
     def weighted_sum(out: Tensor, y: Tensor, pos: Tensor, w: Tensor) -> Tensor:
         for k in range(K):
-            rows = ops.gather(y, pos[:, k], 0).astype(st)
-            out = out + rows * spread(w[:, k : k + 1], rows.shape[1])
+            out = out + weighted_rows(y, pos, w, k, st)
         return out
 
     def combine(h_mid: Tensor, y: Tensor, pos: Tensor, w: Tensor) -> Tensor:

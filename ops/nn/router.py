@@ -35,11 +35,11 @@ from ops.nn.primitives import (
 )
 
 
-def build_router(dims: StageDims, dtype: str) -> dict[str, Callable[..., Any]]:
-    """Return jit-compiled `router_fwd`, `router_weights`, `router_bwd` (see `Stages`)."""
-    ct, st = ms_dtype(dtype), ms_dtype(stream_dtype(dtype))
+def build_router_parts(dims: StageDims, dtype: str) -> tuple[Callable[..., Any], ...]:
+    """Return the router after its logits, for use inside jit: weigh, logits_dx."""
+    st = ms_dtype(stream_dtype(dtype))
     S, E, K = dims.seq_len, dims.num_experts, dims.num_experts_per_tok
-    eps, renormalise = dims.rms_norm_eps, dims.norm_topk_prob
+    renormalise = dims.norm_topk_prob
 
     def softmax_lse(logits: Tensor) -> tuple[Tensor, ...]:
         top = ops.max(logits, -1, True)[0]
@@ -52,11 +52,7 @@ def build_router(dims: StageDims, dtype: str) -> dict[str, Callable[..., Any]]:
         hits = ops.tensor_scatter_elements(ops.zeros((idx.shape[0], E), st), idx, ones, 1)
         return ops.mean(hits.reshape((-1, S, E)), 1) / K
 
-    def router_fwd(h: Tensor, ln: Tensor, wr: Tensor) -> tuple[Tensor, ...]:
-        xn = rms_norm(h, ln, eps)
-        return xn.astype(ct), nt(xn, wr)
-
-    def router_weights(logits: Tensor, idx: Tensor) -> tuple[Tensor, ...]:
+    def weigh(logits: Tensor, idx: Tensor) -> tuple[Tensor, ...]:
         p, lse = softmax_lse(logits)
         w = ops.gather_elements(p, 1, idx)
         if renormalise:
@@ -64,6 +60,35 @@ def build_router(dims: StageDims, dtype: str) -> dict[str, Callable[..., Any]]:
         mean_p = ops.mean(p.reshape((-1, S, E)), 1)
         balance = ops.sum(chosen_share(idx) * mean_p) * E
         return w, balance, ops.sum(lse * lse) / S
+
+    def logits_dx(
+        logits: Tensor, idx: Tensor, dw: Tensor, d_balance: Tensor, d_z: Tensor
+    ) -> Tensor:
+        p, lse = softmax_lse(logits)
+        if renormalise:
+            raw = ops.gather_elements(p, 1, idx)
+            total = spread(sum_last(raw), K)
+            dw = (dw - spread(sum_last(dw * raw), K) / total) / total
+        dp = ops.tensor_scatter_elements(ops.zeros_like(p), idx, dw, 1)
+        share = chosen_share(idx) * (d_balance * (E / S))
+        share = ops.tile(share.reshape((-1, 1, E)), (1, S, 1)).reshape(p.shape)
+        dp = dp + share
+        return (dp - spread(sum_last(dp * p) - lse * (d_z * (2.0 / S)), E)) * p
+
+    return weigh, logits_dx
+
+
+def build_router(dims: StageDims, dtype: str) -> dict[str, Callable[..., Any]]:
+    """Return jit-compiled `router_fwd`, `router_weights`, `router_bwd` (see `Stages`)."""
+    ct, eps = ms_dtype(dtype), dims.rms_norm_eps
+    weigh, logits_dx = build_router_parts(dims, dtype)
+
+    def router_fwd(h: Tensor, ln: Tensor, wr: Tensor) -> tuple[Tensor, ...]:
+        xn = rms_norm(h, ln, eps)
+        return xn.astype(ct), nt(xn, wr)
+
+    def router_weights(logits: Tensor, idx: Tensor) -> tuple[Tensor, ...]:
+        return weigh(logits, idx)
 
     def router_bwd(
         h: Tensor,
@@ -76,16 +101,7 @@ def build_router(dims: StageDims, dtype: str) -> dict[str, Callable[..., Any]]:
         d_balance: Tensor,
         d_z: Tensor,
     ) -> tuple[Tensor, ...]:
-        p, lse = softmax_lse(logits)
-        if renormalise:
-            raw = ops.gather_elements(p, 1, idx)
-            total = spread(sum_last(raw), K)
-            dw = (dw - spread(sum_last(dw * raw), K) / total) / total
-        dp = ops.tensor_scatter_elements(ops.zeros_like(p), idx, dw, 1)
-        share = chosen_share(idx) * (d_balance * (E / S))
-        share = ops.tile(share.reshape((-1, 1, E)), (1, S, 1)).reshape(p.shape)
-        dp = dp + share
-        dlogits = (dp - spread(sum_last(dp * p) - lse * (d_z * (2.0 / S)), E)) * p
+        dlogits = logits_dx(logits, idx, dw, d_balance, d_z)
         xn = rms_norm(h, ln, eps)
         dh, dln = rms_norm_dx(h, ln, dxn + nn(dlogits, wr), eps)
         return dh, sum_rows(dln), tn(dlogits, xn)
