@@ -21,7 +21,6 @@ from moe.params import (
     NORM_UNIT,
     embedding_units,
     head_units,
-    slice_rows,
 )
 from moe.pipeline_parallel import TiedUse
 from offload.parts import UnitUse
@@ -76,7 +75,7 @@ class Backward:
     def _head(self, targets: Sequence[np.ndarray], dscale: float) -> None:
         c = self._c
         name = EMBEDDING if c.model.tie_word_embeddings else HEAD
-        units = zip(slice_rows(c.model), head_units(c.model))
+        units = zip(c.slice_rows(), head_units(c.model))
         for number, ((row0, _), unit) in enumerate(units):
             with self._head_slice(number, unit) as use:
                 for m, targets_T in enumerate(targets):
@@ -89,7 +88,7 @@ class Backward:
                         c.backend.wrap(lse_T),
                         c.backend.wrap(np.full_like(lse_T, dscale)),
                     )
-                    if row0:
+                    if number:
                         dxn = c.add(c.get("dxn_out", m), dxn)
                     c.put("dxn_out", m, dxn)
                     use.add(name, c.backend.to_numpy(dw))
@@ -139,7 +138,7 @@ class Backward:
                 )
                 for name, grad in zip(router, grads):
                     use.add(name, c.backend.to_numpy(grad))
-                self._attention(layer, m, use, weights, c.add(dh, dmid))
+                self._attention(layer, m, use, weights, c.add(c.stages.own_tokens(dh), dmid))
 
     def _attention(self, layer: int, m: int, use: Any, weights: Any, dh_mid: Any) -> None:
         c = self._c
@@ -173,7 +172,7 @@ class Backward:
         c = self._c
         tied_here = c.model.tie_word_embeddings and c.groups.share.has_head
         use_number = 1 if tied_here else 0
-        slices = zip(slice_rows(c.model), embedding_units(c.model))
+        slices = zip(c.slice_rows(), embedding_units(c.model))
         for number, ((row0, rows), unit) in enumerate(slices):
             c.enter("bwd", unit)
             with self._lease(unit, use_number) as use:

@@ -10,7 +10,7 @@ import numpy as np
 
 from moe.config import ModelConfig, TrainConfig
 from moe.parallel import ParallelGroups
-from moe.params import layer_unit
+from moe.params import layer_unit, rank_slice_rows
 from moe.places import Places
 from moe.schedule import segments, stage_name
 from offload.engine import OffloadEngine
@@ -155,6 +155,10 @@ class StepContext:
     def layer_unit(self, layer: int) -> str:
         """Unit of a layer's dense weights."""
         return layer_unit(layer)
+
+    def slice_rows(self) -> list[tuple[int, int]]:
+        """(first row, rows) of this rank's part of each vocabulary slice."""
+        return rank_slice_rows(self.model, self.groups.share)
 
     def segments(self) -> list[range]:
         """Runs of layers between checkpoints."""

@@ -20,12 +20,11 @@ from moe.params import (
     NORM_UNIT,
     embedding_units,
     head_units,
-    slice_rows,
 )
 from moe.pipeline_parallel import Mailbox, StreamLinks, TiedEmbedding, TiedUse
 from offload.parts import UnitUse
 from ops.nn.routing import SlotPlan, choose_experts
-from ops.nn.stages import merge_slices
+from ops.nn.stages import LossSlice, merge_slices
 
 
 class Forward:
@@ -53,18 +52,21 @@ class Forward:
 
     def _embed(self, tokens: Sequence[np.ndarray]) -> None:
         c = self._c
-        slices = zip(slice_rows(c.model), embedding_units(c.model))
-        for number, ((row0, _), unit) in enumerate(slices):
+        units = embedding_units(c.model)
+        for number, ((row0, _), unit) in enumerate(zip(c.slice_rows(), units)):
             c.enter("fwd", unit)
             with c.engine.use(unit) as use:
                 self.tied.send_weights(number, use.weights[EMBEDDING])
                 for m, tokens_T in enumerate(tokens):
                     weight = use.weights[EMBEDDING]
                     h = c.stages.embed_fwd(c.backend.wrap(tokens_T), weight, row0)
-                    name, index = c.stream_in(0, m)
-                    if row0:
-                        h = c.add(c.get(name, index), h)
-                    c.put(name, index, h)
+                    sum_so_far = ("embedded", m) if c.saves("embedded") else c.stream_in(0, m)
+                    if number:
+                        h = c.add(c.get(*sum_so_far), h)
+                    if number < len(units) - 1:
+                        c.put(*sum_so_far, h)
+                    else:
+                        c.put(*c.stream_in(0, m), c.stages.complete_embedding(h))
 
     def dense(self, layer: int, kind: str, sums: LossSums | None) -> None:
         """Attention, router and shared experts of a layer; `redo` repeats it before backward."""
@@ -102,6 +104,7 @@ class Forward:
     def _route(self, layer: int, m: int, logits: object, sums: LossSums | None) -> None:
         c = self._c
         idx = choose_experts(c.backend.to_numpy(logits), c.model.num_experts_per_tok)
+        idx = c.stages.agree_choice(idx)
         w, balance, z = c.stages.router_weights(logits, c.backend.wrap(idx))
         plan = SlotPlan.of(idx, c.model.num_experts)
         c.routing[layer, m] = Routing(plan, idx, np.array(c.backend.to_numpy(w)))
@@ -131,9 +134,9 @@ class Forward:
             for m in range(c.micro):
                 xn = c.stages.final_norm_fwd(c.get("h_out", m), use.weights[FINAL_NORM])
                 c.put("xn_out", m, xn)
-        slices: list[list[tuple[np.ndarray, ...]]] = [[] for _ in range(c.micro)]
+        slices: list[list[LossSlice]] = [[] for _ in range(c.micro)]
         name = EMBEDDING if c.model.tie_word_embeddings else HEAD
-        units = zip(slice_rows(c.model), head_units(c.model))
+        units = zip(c.slice_rows(), head_units(c.model))
         for number, ((row0, _), unit) in enumerate(units):
             with self._head_slice(number, unit) as use:
                 for m, targets_T in enumerate(targets):
@@ -142,7 +145,7 @@ class Forward:
                     )
                     slices[m].append(tuple(np.array(c.backend.to_numpy(x)) for x in found))
         for m in range(c.micro):
-            lse_T, loss_T = merge_slices(slices[m])  # type: ignore[arg-type]
+            lse_T, loss_T = merge_slices(c.stages.gather_slices(slices[m]))
             c.lse[m] = lse_T
             sums.token_loss += float(np.sum(loss_T, dtype=np.float64))
 

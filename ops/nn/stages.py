@@ -25,6 +25,9 @@ from ops.nn.router import build_router
 
 COMPUTE_DTYPES = ("float32", "float16", "float64")
 
+LossSlice = tuple[np.ndarray, ...]
+"""(max_T, sumexp_T, target_logit_T) st of the rows of a vocabulary slice."""
+
 
 class AttnWeights(NamedTuple):
     """Dense weights of a layer's attention: ln_D st; wq, wk, wv, wo ct; qn_C, kn_C st or None."""
@@ -235,6 +238,28 @@ class Stages:
         """Return (dxn_TD, dw_RD) st; dscale_T is the gradient of each token's loss."""
         return self._run("head_slice_bwd", xn_TD, w_RD, targets_T, self._int(row0), lse_T, dscale_T)
 
+    # ---- where the ranks of operator parallelism meet: one rank has all there is
+
+    def num_own_tokens(self, num_tokens: int) -> int:
+        """Return how many rows the stream of this rank has, of a micro-batch of `num_tokens`."""
+        return num_tokens
+
+    def own_tokens(self, x_TD: Tensor) -> Tensor:
+        """Return the rows of this rank's stream, of a tensor that has all tokens."""
+        return x_TD
+
+    def agree_choice(self, idx_TK: np.ndarray) -> np.ndarray:
+        """Return the experts that all ranks use, chosen from equal logits."""
+        return idx_TK
+
+    def complete_embedding(self, x_TD: Tensor) -> Tensor:
+        """Return the stream from the sum of `embed_fwd` over this rank's slices."""
+        return x_TD
+
+    def gather_slices(self, slices: Sequence[LossSlice]) -> list[LossSlice]:
+        """Return what `merge_slices` needs, from the results of this rank's slices."""
+        return list(slices)
+
     # ---- helpers
 
     def _run(self, name: str, *args: Any) -> Any:
@@ -259,9 +284,7 @@ class Stages:
         return ms.Tensor(np.asarray(value, np_dtype(self.stream_dtype)))
 
 
-def merge_slices(
-    slices: Sequence[tuple[np.ndarray, np.ndarray, np.ndarray]],
-) -> tuple[np.ndarray, np.ndarray]:
+def merge_slices(slices: Sequence[LossSlice]) -> tuple[np.ndarray, np.ndarray]:
     """Return (lse_T, loss_T) of (max, sumexp, target logit) of each slice, in the order given."""
     tops = np.stack([top for top, _, _ in slices])
     top_T = tops.max(axis=0)
