@@ -88,10 +88,13 @@ def activation_specs(
     `recv_dout`, `recv_w`, of `received_rows` rows each; and no g, u, which backward recomputes.
     A pipeline's copy of a tied embedding is `tied` and its gradients `tied_grad`, an array a
     vocabulary slice on the last stage; the first stage has one `tied_grad`, where each arrives.
+    With sequence parallelism h_in, h_seg, h_mid and h_out have this rank's tokens only, and
+    `embedded` is the sum over slices of the vocabulary until it is scattered.
     """
     compute, stream = train.compute_dtype, "float32"
     tokens, hidden = train.micro_batch_tokens, model.hidden_size
     share = share or Share.whole(model)
+    own_tokens = tokens // share.op_size if is_sequence_parallel(share) else tokens
     op, micro, places = share.op_size, chunk_micro_batches(train), Places(train, share)
     slots_P, ffn = tokens * model.num_experts_per_tok, model.moe_intermediate_size // op
     q_dim = model.num_attention_heads * model.head_dim // op
@@ -102,12 +105,12 @@ def activation_specs(
         return ActivationSpec(name, (rows, width), dtype, copies * micro)
 
     specs = [
-        spec("h_in", tokens, hidden, stream, places.num_checkpoints),
+        spec("h_in", own_tokens, hidden, stream, places.num_checkpoints),
         spec("q", tokens, q_dim, compute, saved),
         spec("k", tokens, kv_dim, compute, saved),
         spec("v", tokens, kv_dim, compute, saved),
         spec("o", tokens, q_dim, compute, saved),
-        spec("h_mid", tokens, hidden, stream, saved),
+        spec("h_mid", own_tokens, hidden, stream, saved),
         spec("xn", tokens, hidden, compute, saved),
         spec("logits", tokens, model.num_experts, stream, saved),
         spec("y", slots_P, hidden, compute, 1),
@@ -115,11 +118,13 @@ def activation_specs(
         spec("dx", slots_P, hidden, compute, 1),
     ]
     if share.has_head:
-        specs.append(spec("h_out", tokens, hidden, stream, 1))
+        specs.append(spec("h_out", own_tokens, hidden, stream, 1))
         specs.append(spec("xn_out", tokens, hidden, compute, 1))
         specs.append(spec("dxn_out", tokens, hidden, stream, 1))
     if train.recompute == "full" and train.recompute_every > 1:
-        specs.append(spec("h_seg", tokens, hidden, stream, saved))
+        specs.append(spec("h_seg", own_tokens, hidden, stream, saved))
+    if share.has_embedding and is_sequence_parallel(share) and len(embedding_units(model)) > 1:
+        specs.append(spec("embedded", tokens, hidden, stream, 1))
     shared = model.shared_intermediate_size // op
     if shared:
         specs.append(spec("shared", tokens, hidden, compute, 1))
@@ -182,6 +187,11 @@ def demands_of(
     )
 
 
+def is_sequence_parallel(share: Share) -> bool:
+    """Whether the ranks of operator parallelism divide the stream and the norms by tokens."""
+    return share.op_size > 1 and share.mesh.config.use_seq_parallel
+
+
 def is_batch_major(train: TrainConfig) -> bool:
     """Whether gradients have to be kept between micro-batches."""
     return train.micro_batch_order == "batch_major" and train.gradient_accumulation_steps > 1
@@ -207,6 +217,7 @@ def _workspace(model: ModelConfig, train: TrainConfig, share: Share) -> int:
             rows=train.micro_batch_tokens,
             ffn_size=shared if stage.startswith("shared") else ffn,
             vocab_rows=vocab_rows,
+            over_ranks=share.op_size > 1,
         )
         is_copy = stage.startswith("head") and uses_tied_copy(model, share)
         sizes.append(nbytes + (copy_bytes if is_copy else 0))

@@ -23,17 +23,20 @@ def warm_up(
 ) -> None:
     """Run every stage once on zeros, at micro-batches of `num_sequences` sequences.
 
-    `vocab_rows` are the sizes of the vocabulary slices, `shared_ffn_size` 0 means no shared
-    expert. Takes 0.05-0.3 s a shape and the memory of the largest stage.
+    `vocab_rows` are the sizes of this rank's parts of the vocabulary slices, `ffn_size` and
+    `shared_ffn_size` the widths of its parts of an expert and of the shared expert, 0 for none.
+    All ranks of operator parallelism enter it. Takes 0.05-0.3 s a shape and the memory of the
+    largest stage.
     """
     dims = stages.dims
     T, D = num_sequences * dims.seq_len, dims.hidden_size
-    h, ln, pos = _stream(stages, T, D), _stream(stages, D), _index(T, dims.num_experts_per_tok)
+    dout, ln, pos = _stream(stages, T, D), _stream(stages, D), _index(T, dims.num_experts_per_tok)
+    h = _stream(stages, stages.num_own_tokens(T), D)
     _attention(stages, h, ln)
     wr = _stream(stages, dims.num_experts, D)
     xn, logits = stages.router_fwd(h, ln, wr)
     w_TK, _, _ = stages.router_weights(logits, pos)
-    stages.router_bwd(h, ln, wr, logits, pos, h, w_TK, 0.0, 0.0)
+    stages.router_bwd(h, ln, wr, logits, pos, dout, w_TK, 0.0, 0.0)
     y_PD = _compute(stages, T * dims.num_experts_per_tok, D)
     stages.combine(h, y_PD, pos, w_TK)
     stages.uncombine(y_PD, pos)
@@ -46,10 +49,10 @@ def warm_up(
     if shared_ffn_size:
         weights, g = _swiglu(stages, shared_ffn_size), _compute(stages, T, shared_ffn_size)
         stages.shared_fwd(xn, *weights)
-        stages.shared_bwd(xn, g, g, h, *weights)
+        stages.shared_bwd(xn, g, g, dout, *weights)
         stages.combine(h, y_PD, pos, w_TK, xn)
         stages.uncombine(y_PD, pos, xn)
-    _ends(stages, h, ln, xn, vocab_rows)
+    _ends(stages, h, ln, dout, xn, vocab_rows)
 
 
 def _attention(stages: Stages, h: Any, ln: Any) -> None:
@@ -65,15 +68,15 @@ def _attention(stages: Stages, h: Any, ln: Any) -> None:
     stages.attn_bwd(h, weights, AttnSaved(*saved), h)
 
 
-def _ends(stages: Stages, h: Any, ln: Any, xn: Any, vocab_rows: Iterable[int]) -> None:
-    T, D = h.shape
+def _ends(stages: Stages, h: Any, ln: Any, dout: Any, xn: Any, vocab_rows: Iterable[int]) -> None:
+    T, D = dout.shape
     tokens, ones = _index(T), _stream(stages, T)
     stages.final_norm_fwd(h, ln)
-    stages.final_norm_bwd(h, ln, h)
+    stages.final_norm_bwd(h, ln, dout)
     for rows in sorted(set(vocab_rows)):
         w = _compute(stages, rows, D)
         stages.embed_fwd(tokens, w, 0)
-        stages.embed_bwd(tokens, h, 0, rows)
+        stages.embed_bwd(tokens, dout, 0, rows)
         stages.head_slice_fwd(xn, w, tokens, 0)
         stages.head_slice_bwd(xn, w, tokens, 0, ones, ones)
 

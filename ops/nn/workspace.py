@@ -45,15 +45,19 @@ def workspace_bytes(
     rows: int = 0,
     ffn_size: int = 0,
     vocab_rows: int = 0,
+    over_ranks: bool = False,
 ) -> int:
     """Return an upper bound, in bytes, of the device memory of one call of `stage`.
 
     `num_tokens` T of the micro-batch; `rows` N of the expert's bucket; `ffn_size` F of the expert
-    or shared expert; `vocab_rows` R of the vocabulary slice. Raises `KeyError` for an unknown
+    or shared expert; `vocab_rows` R of the vocabulary slice. `over_ranks` is for a stage of
+    `OperatorStages`: all of these are the rank's own, but T. Raises `KeyError` for an unknown
     stage.
     """
     names = (num_tokens, rows, ffn_size, vocab_rows)
     inputs, working = _elements(stage, dims, *names)
+    if over_ranks:  # normed rows and a gradient gathered from other ranks; what is summed together
+        inputs += 3 * num_tokens * dims.hidden_size
     if compute_dtype == "float64":
         return 8 * (inputs + working)
     if compute_dtype == "float16":  # casts stand beside fp32; the fp16 matmul has its own copies

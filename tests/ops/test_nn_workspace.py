@@ -21,11 +21,13 @@ import json, sys
 import numpy as np
 from ops.backend import tensor_on
 from ops.nn.dims import StageDims
+from ops.comm.single import SingleRank
+from ops.nn.operator_stages import OperatorStages
 from ops.nn.stages import AttnSaved, AttnWeights, Stages
 from ops.nn.workspace import workspace_bytes
 
-stage, dims, sizes, dtype = sys.argv[1], StageDims(**json.loads(sys.argv[2])), *map(
-    json.loads, sys.argv[3:5])
+stage, dims = sys.argv[1], StageDims(**json.loads(sys.argv[2]))
+sizes, dtype, over_ranks = map(json.loads, sys.argv[3:6])
 T, N, F, R = (sizes[n] for n in ("num_tokens", "rows", "ffn_size", "vocab_rows"))
 ct, st = np.dtype(dtype), np.float32
 
@@ -64,7 +66,7 @@ def arguments(d, attn, swiglu, router, head):
     }[stage]()
 
 Stages(StageDims(32, 2, 1, 16, 2, 1, 16)).final_norm_fwd(f(16, 32), f(32))
-stages = Stages(dims, dtype)
+stages = OperatorStages(dims, dtype, SingleRank()) if over_ranks else Stages(dims, dtype)
 held = weights(dims)
 before = status("VmRSS")
 args = arguments(dims, *held)
@@ -72,20 +74,18 @@ with open("/proc/self/clear_refs", "w") as file:
     file.write("5")
 out = getattr(stages, stage)(*args)
 used = status("VmHWM") - before
-declared = workspace_bytes(stage, dims, dtype, **sizes)
+declared = workspace_bytes(stage, dims, dtype, over_ranks=over_ranks, **sizes)
 print(json.dumps([used, declared]))
 """
 
 
-@pytest.mark.parametrize(
-    "stage",
-    ["attn_fwd", "attn_bwd", "router_bwd", "expert_bwd", "combine", "head_slice_bwd"],
-)
-@pytest.mark.parametrize("dims, dtype", [(DIMS, "float32"), (SHORT, "float32"), (DIMS, "float16")])
-def test_a_stage_takes_no_more_than_it_declares(stage, dims, dtype):
-    arguments = [stage, json.dumps(vars(dims)), json.dumps(SIZES), json.dumps(dtype)]
+def check(stage, dims, dtype, over_ranks):
+    arguments = [json.dumps(x) for x in (vars(dims), SIZES, dtype, over_ranks)]
     run = subprocess.run(
-        [sys.executable, "-c", MEASURE, *arguments], capture_output=True, text=True, check=True
+        [sys.executable, "-c", MEASURE, stage, *arguments],
+        capture_output=True,
+        text=True,
+        check=True,
     )
     used, declared = json.loads(run.stdout.splitlines()[-1])
     used -= COMPILED_BYTES
@@ -94,12 +94,28 @@ def test_a_stage_takes_no_more_than_it_declares(stage, dims, dtype):
         assert declared <= 3 * used + (16 << 20), "a bound this loose would refuse models that fit"
 
 
+@pytest.mark.parametrize(
+    "stage",
+    ["attn_fwd", "attn_bwd", "router_bwd", "expert_bwd", "combine", "head_slice_bwd"],
+)
+@pytest.mark.parametrize("dims, dtype", [(DIMS, "float32"), (SHORT, "float32"), (DIMS, "float16")])
+def test_a_stage_takes_no_more_than_it_declares(stage, dims, dtype):
+    check(stage, dims, dtype, over_ranks=False)
+
+
+@pytest.mark.parametrize("stage", ["attn_fwd", "attn_bwd", "router_bwd", "combine"])
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_a_stage_over_several_ranks_takes_no_more_than_it_declares(stage, dtype):
+    check(stage, DIMS, dtype, over_ranks=True)
+
+
 def test_every_stage_declares_and_more_tokens_never_take_less():
     more = SIZES | {"num_tokens": 4096, "rows": 2048}
     for stage in STAGES:
         small = workspace_bytes(stage, DIMS, **SIZES)
         assert 0 < small < workspace_bytes(stage, DIMS, **more)
         assert small < workspace_bytes(stage, DIMS, "float64", **SIZES)
+        assert small < workspace_bytes(stage, DIMS, over_ranks=True, **SIZES)
     with pytest.raises(KeyError):
         workspace_bytes("dispatch", DIMS, **SIZES)
 
