@@ -5,7 +5,7 @@ It walks the same access schedule as the real engine, so the step under test is 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +16,7 @@ from moe.config import ModelConfig, TrainConfig
 from moe.memory import activation_specs
 from moe.mesh import Share
 from moe.params import build_units
+from offload.blocks import TensorSpec, UnitSpec
 from offload.schedule import AccessSchedule
 from offload.stats import Stats
 
@@ -54,11 +55,17 @@ class MemoryActivations:
         return out
 
 
+def block_of(tensor: TensorSpec, row0: int) -> tuple[slice, ...]:
+    """Where the elements of `tensor` lie in an array whose first row is `row0`."""
+    firsts = (tensor.row0 - row0, tensor.col0)
+    return tuple(slice(first, first + size) for first, size in zip(firsts, tensor.shape))
+
+
 class MemoryEngine:
     """Weights and gradients by tensor name (slices by row), float64.
 
-    With the `share` of one rank it has that rank's units, whole, and that rank's gradients: adding
-    them up over replicas is the test's part.
+    With the `share` of one rank it has that rank's part of the same weights, and that rank's
+    gradients: adding them up over replicas is the test's part.
     """
 
     def __init__(
@@ -80,9 +87,7 @@ class MemoryEngine:
                 if tensor.init_std is None:
                     values += 1.0
                 self.weights[tensor.name, tensor.row0] = values
-        owned = {unit.name for unit in build_units(model, share=share)}
-        for name in set(self.units) - owned:
-            del self.units[name]
+        self._keep(build_units(model, share=share))
         self.leases: list[str] = []
         self.gradients: dict[tuple[str, int], np.ndarray] = {}
         specs = activation_specs(model, train, share)
@@ -91,6 +96,17 @@ class MemoryEngine:
         self.stats = Stats()
         self.scaler = SimpleNamespace(scale=1.0)
         self._schedule = AccessSchedule(())
+
+    def _keep(self, units: Sequence[UnitSpec]) -> None:
+        """Keep of the whole model what `units` have: some units, some rows and columns."""
+        whole, self.weights = self.weights, {}
+        first_rows = {(u.name, t.name): t.row0 for u in self.units.values() for t in u.tensors}
+        self.units = {unit.name: unit for unit in units}
+        for unit in units:
+            for tensor in unit.tensors:
+                row0 = first_rows[unit.name, tensor.name]
+                block = block_of(tensor, row0)
+                self.weights[tensor.name, tensor.row0] = whole[tensor.name, row0][block].copy()
 
     def begin(self, stages: Any, training: bool = True) -> None:
         self._schedule = AccessSchedule(stages)

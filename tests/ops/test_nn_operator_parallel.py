@@ -13,6 +13,7 @@ from ops.errors import ConfigError
 from ops.nn.dims import StageDims
 from ops.nn.operator_stages import OperatorStages, make_stages
 from ops.nn.stages import AttnWeights, Stages, merge_slices
+from ops.nn.warm_up import warm_up
 from tests import reference as ref
 from tests.ranks_in_turns import run_in_turns
 
@@ -258,3 +259,26 @@ def test_one_rank_gets_the_fused_stages_and_wrong_weights_are_refused():
     stages = OperatorStages(rank_dims(), "float32", SingleRank())
     with pytest.raises(ConfigError, match="head norms are missing"):
         stages.attn_heads_fwd(None, AttnWeights(1, 2, 3, 4, 5))
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_warm_up_meets_every_shape_of_a_layer_over_ranks(sequence_parallel):
+    case = Case("float32", 0)
+
+    def rank(world):
+        stages = make_stages(rank_dims(), "float32", world, sequence_parallel=sequence_parallel)
+        shapes, run = set(), stages._run
+
+        def watched(name, *args):
+            shapes.add((name, *(tuple(x.shape) for x in args)))
+            return run(name, *args)
+
+        stages._run = watched
+        warm_up(stages, 2, ffn_size=0, shared_ffn_size=FFN // OP)
+        warm = set(shapes)
+        shapes.clear()
+        whole_layer(stages, case, world.rank)
+        return shapes - warm, len(shapes)
+
+    for cold, met in run_in_turns(OP, rank):
+        assert met > 10 and not cold
