@@ -7,8 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 from launch.config import RunConfig
 from launch.mesh_plan import RankPlan, merge_alike
-from moe.memory import activation_specs, demands_of, is_batch_major, layouts_of, stage_dims
-from moe.mesh import Mesh, Share
+from moe.memory import (
+    activation_specs,
+    demands_of,
+    is_batch_major,
+    is_sequence_parallel,
+    layouts_of,
+    stage_dims,
+)
+from moe.mesh import Mesh
 from moe.parallel import ParallelGroups
 from moe.params import initial_values, rank_slice_rows
 from moe.schedule import gradient_uses
@@ -138,27 +145,43 @@ def _access(path: str) -> AccessMode:
     return access
 
 
-def compute_parts(config: RunConfig, share: Share | None = None) -> tuple[MindSporeBackend, Stages]:
-    """The backend and the stages of a rank, with every kernel and shape compiled."""
+def compute_parts(
+    config: RunConfig, groups: ParallelGroups | None = None
+) -> tuple[MindSporeBackend, Stages]:
+    """The backend and the stages of a rank, with every kernel and shape compiled.
+
+    Entered by all ranks of a group of operator parallelism; without `groups`, by the only rank.
+    """
     from ops.backend import MindSporeBackend
     from ops.kernels.warm_up import warm_up as warm_up_kernels
-    from ops.nn.stages import Stages
     from ops.nn.warm_up import warm_up as warm_up_stages
 
     model, train = config.model, config.train
-    share = share or Share.whole(model)
+    groups = groups or ParallelGroups.single(model)
     backend = MindSporeBackend(config.runtime.onednn_fpmath.upper())
     backend.configure(config.runtime.num_threads)
-    stages = Stages(stage_dims(model, train, share), train.compute_dtype)
+    stages = make_rank_stages(config, groups)
     warm_up_kernels()
     warm_up_stages(
         stages,
         train.micro_batch_size,
-        ffn_size=model.moe_intermediate_size // share.op_size,
-        shared_ffn_size=model.shared_intermediate_size // share.op_size,
-        vocab_rows=[rows for _, rows in rank_slice_rows(model, share)],
+        ffn_size=model.moe_intermediate_size // groups.op.size,
+        shared_ffn_size=model.shared_intermediate_size // groups.op.size,
+        vocab_rows=[rows for _, rows in rank_slice_rows(model, groups.share)],
     )
     return backend, stages
+
+
+def make_rank_stages(config: RunConfig, groups: ParallelGroups) -> Stages:
+    """The stage functions of a rank, together with those it shares every operator with."""
+    from ops.nn.operator_stages import make_stages
+
+    return make_stages(
+        stage_dims(config.model, config.train, groups.share),
+        config.train.compute_dtype,
+        groups.op,
+        sequence_parallel=is_sequence_parallel(groups.share),
+    )
 
 
 def make_engine(

@@ -137,7 +137,7 @@ def _train(
     train, groups, store = config.train, rank.groups, opened.store
     observer.on_message("compiling kernels and stages (kernels are kept for the next run)")
     with trace.span("start-up", "compile"):
-        backend, stages = compute_parts(config, groups.share)
+        backend, stages = compute_parts(config, groups)
     baseline_bytes = resident_bytes()
     reset_peak()
     with (

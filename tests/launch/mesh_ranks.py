@@ -18,13 +18,12 @@ from typing import Any
 
 import numpy as np
 
-from launch.build import initialize, make_engine, make_plan, open_store
+from launch.build import initialize, make_engine, make_plan, make_rank_stages, open_store
 from launch.config import RunConfig
 from launch.ranks import detect_ranks
 from launch.world import shared_world
 from moe.assemble import assemble
 from moe.digest import weights_digest
-from moe.memory import stage_dims
 from moe.mesh import Mesh
 from moe.parallel import ParallelGroups, open_groups
 from offload.blocks import TensorSpec
@@ -138,14 +137,12 @@ def train(case: Case, world: World, path: Path, backend: Any) -> tuple[dict[str,
     """Train one case; (results, gradients of step 1 by tensor), the latter on rank 0 only."""
     from moe.step import TrainingStep
     from ops.kernels.pool import KernelPool
-    from ops.nn.stages import Stages
 
     config = budgeted(case, path, world)
     groups = open_groups(Mesh(config.parallel), world, config.model)
     plan = make_plan(config, rank=world.rank)
     assert plan.fits, plan.problems
-    dims = stage_dims(config.model, config.train, groups.share)
-    stages = Stages(dims, config.train.compute_dtype)
+    stages = make_rank_stages(config, groups)
     store = open_store(config, plan, rank=world.rank)
     try:
         with KernelPool(1) as pool:
