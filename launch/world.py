@@ -7,7 +7,7 @@ just exit, or it would hang, and they with it: `shared_world` ends them all.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from launch.failures import show_failure
 from launch.ranks import RankEnvironment, master_host
@@ -30,9 +30,7 @@ def open_world(
     not the launcher's, CommError when it does not allow calls from several threads.
     """
     if ranks.launcher == "msrun":
-        from ops.comm.mindspore import MindSporeCpuWorld
-
-        return MindSporeCpuWorld(
+        return _mindspore_world()(
             timeout_seconds=timeout_seconds, checked=checked, store_host=master_host()
         )
     if ranks.size == 1:
@@ -77,6 +75,23 @@ def shared_world(
             world.abort(status)
         raise
     world.free()
+
+
+def _mindspore_world() -> Callable[..., World]:
+    """The world for the device that this process computes on, whatever else the machine has.
+
+    MindSpore has one device a process, which cannot be changed once it is set; whether there is a
+    card is therefore not what decides.
+    """
+    from ops.backend import MindSporeBackend
+
+    if MindSporeBackend.device_target == "Ascend":
+        from ops.comm.mindspore_device import MindSporeDeviceWorld
+
+        return MindSporeDeviceWorld
+    from ops.comm.mindspore import MindSporeCpuWorld
+
+    return MindSporeCpuWorld
 
 
 def _status(error: BaseException) -> int:

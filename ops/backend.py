@@ -25,6 +25,7 @@ class MindSporeBackend:
     """`Backend` on MindSpore; see there for the contracts."""
 
     name = "mindspore"
+    device_target = "CPU"
 
     def __init__(self, onednn_mode: str = "STRICT") -> None:
         """`onednn_mode` is what ONEDNN_DEFAULT_FPMATH_MODE was when MindSpore was loaded."""
@@ -39,8 +40,9 @@ class MindSporeBackend:
         """
         check_threads(threads)
         self._threads = threads
-        if ms.get_context("device_target") != "CPU":  # set already where ranks talk through it
-            ms.set_device("CPU")
+        # Set already where ranks talk through it.
+        if ms.get_context("device_target") != self.device_target:
+            ms.set_device(self.device_target)
         ms.set_context(mode=ms.PYNATIVE_MODE)
         ms.set_deterministic(True)
         if threads is not None:

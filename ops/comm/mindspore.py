@@ -66,7 +66,7 @@ class _CpuLine:
         self._rank, self._size = get_rank(), get_group_size()
         port = np.zeros(1, np.int64)
         if self._rank == 0:
-            port[0] = _free_port()
+            port[0] = free_port()
             self._store = self._open_store(store_host, int(port[0]))
             for to in range(1, self._size):
                 self.put(port.view(np.uint8), to)
@@ -109,7 +109,8 @@ class _CpuLine:
         )
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port of this machine that nobody listens on now."""
     with socket.socket() as probe:
         probe.bind(("", 0))
         return int(probe.getsockname()[1])

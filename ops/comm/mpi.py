@@ -14,7 +14,7 @@ import atexit
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -38,27 +38,10 @@ _MESSAGE_BYTES_MAX = 1 << 30
 _COLLECTIVE = 0
 _TAG_BASE = 1
 
-_YIELDS = 20
 _PAUSE_MIN_SECONDS = 20e-6
 _PAUSE_MAX_SECONDS = 1e-3
 _IDLE_SECONDS = 0.25
 _GRACE_SECONDS = 2.0
-
-
-def _poll(done: Callable[[], bool], watchdog: Watchdog, what: str) -> None:
-    """Ask until `done()`, in longer and longer pauses; raises `CommError` after too long."""
-    if done():
-        return
-    wait = watchdog.wait(what)
-    for _ in range(_YIELDS):
-        time.sleep(0)
-        if done():
-            return
-    pause = _PAUSE_MIN_SECONDS
-    while not done():
-        wait.check()
-        time.sleep(pause)
-        pause = min(pause * 1.5, _PAUSE_MAX_SECONDS)
 
 
 class _Requests:
@@ -258,7 +241,7 @@ class _MpiCommunicator(Collectives):
 
     def _finish(self, requests: _Requests, what: str) -> None:
         try:
-            _poll(requests.done, self._watchdog, what)
+            self._watchdog.poll(requests.done, what)
         except BaseException:
             _abandoned.append(requests)
             raise

@@ -8,12 +8,17 @@ from __future__ import annotations
 import faulthandler
 import sys
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
 from ops import clock
 from ops.comm.base import TIMEOUT_SECONDS
 from ops.errors import CommError
+
+_YIELDS = 20
+_PAUSE_MIN_SECONDS = 20e-6
+_PAUSE_MAX_SECONDS = 1e-3
 
 
 class Watchdog:
@@ -41,6 +46,21 @@ class Watchdog:
     def wait(self, what: str) -> Wait:
         """Begin a wait for `what`."""
         return Wait(self, what)
+
+    def poll(self, done: Callable[[], bool], what: str) -> None:
+        """Ask until `done()`, in longer and longer pauses; raises `CommError` after too long."""
+        if done():
+            return
+        wait = self.wait(what)
+        for _ in range(_YIELDS):
+            time.sleep(0)
+            if done():
+                return
+        pause = _PAUSE_MIN_SECONDS
+        while not done():
+            wait.check()
+            time.sleep(pause)
+            pause = min(pause * 1.5, _PAUSE_MAX_SECONDS)
 
     def expire(self, what: str) -> CommError:
         """Print this rank's stacks, have the others print theirs; the error to raise."""

@@ -10,7 +10,12 @@ from tests.architecture.sources import LAYERS, files, imports, module_name
 
 # A folder ends in a slash. `torch` is a peer in benchmarks, never a part of the product.
 HOMES = {
-    "mindspore": ("ops/backend.py", "ops/nn/", "ops/comm/mindspore.py"),
+    "mindspore": (
+        "ops/backend.py",
+        "ops/nn/",
+        "ops/comm/mindspore.py",
+        "ops/comm/mindspore_device.py",
+    ),
     "mpi4py": ("ops/comm/mpi.py",),
     "lz4": ("ops/codec.py",),
     "torch": (),

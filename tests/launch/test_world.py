@@ -67,6 +67,29 @@ def test_what_ends_all_ranks_and_with_which_status(
     assert aborted == statuses
 
 
+@pytest.mark.parametrize(
+    ("target", "module", "name"),
+    [
+        ("CPU", "ops.comm.mindspore", "MindSporeCpuWorld"),
+        ("Ascend", "ops.comm.mindspore_device", "MindSporeDeviceWorld"),
+    ],
+)
+def test_msrun_connects_ranks_by_the_device_they_compute_on(
+    target: str, module: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[dict[str, object]] = []
+
+    def make(**options: object) -> SingleRank:
+        made.append(options)
+        return SingleRank()
+
+    monkeypatch.setattr("ops.backend.MindSporeBackend.device_target", target)
+    monkeypatch.setattr(f"{module}.{name}", make)
+    monkeypatch.setenv("MS_SCHED_HOST", "worker1")
+    open_world(RankEnvironment("msrun", 1, 2, 1, 2), 7.0, checked=True)
+    assert made == [{"timeout_seconds": 7.0, "checked": True, "store_host": "worker1"}]
+
+
 def test_mpi4py_that_does_not_load_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ops.comm.mpi", None)
     with pytest.raises(ConfigError, match=r"2 ranks, but mpi4py does not load.*headrace\[mpi\]"):

@@ -1,4 +1,7 @@
-"""What each rank of `test_comm_mindspore.py` runs under `msrun`; the argument names the task."""
+"""What each rank of `test_comm_mindspore.py` runs under `msrun`; the argument names the task.
+
+A second argument `ascend` takes cards in place of CPUs, by hand (`docs/ascend.md`).
+"""
 
 from __future__ import annotations
 
@@ -6,13 +9,25 @@ import sys
 import threading
 import traceback
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # msrun runs files, not modules
 
+from launch.ranks import master_host
+from ops.comm.base import World
 from ops.comm.mindspore import MindSporeCpuWorld, end_process
 from tests.ops import comm_conformance
+
+
+def make_world(**options: Any) -> World:
+    """The world of CPUs or of cards."""
+    if sys.argv[2:] == ["ascend"]:
+        from ops.comm.mindspore_device import MindSporeDeviceWorld
+
+        return MindSporeDeviceWorld(store_host=master_host(), **options)
+    return MindSporeCpuWorld(store_host=master_host(), **options)
 
 
 def conformance() -> None:
@@ -21,7 +36,7 @@ def conformance() -> None:
     comm_conformance.SUMMED = ("float32", "int64")
     comm_conformance.CARRIED = ("float32", "uint16", "uint8")
     comm_conformance.OUTSTANDING = 4 << 20
-    world = MindSporeCpuWorld(timeout_seconds=120, checked=True, outstanding_bytes_max=4 << 20)
+    world = make_world(timeout_seconds=120, checked=True, outstanding_bytes_max=4 << 20)
     part = np.empty(5000, np.int64)
     world.reduce_scatter(np.full((world.size, 5000), 2**53 + 1, np.int64), part)
     if (part != world.size * (2**53 + 1)).any():
@@ -39,7 +54,8 @@ def stuck_in_compute() -> None:
 
 def hang() -> None:
     """Rank 1 never comes; rank 0 must end both, and both must show their stacks."""
-    world = MindSporeCpuWorld(timeout_seconds=2)
+    # Cards take longer than 2 s to be connected.
+    world = make_world(timeout_seconds=60 if sys.argv[2:] else 2)
     if world.rank == 1:
         stuck_in_compute()
     world.all_reduce(np.zeros(3))
