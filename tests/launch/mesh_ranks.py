@@ -31,7 +31,6 @@ from offload.device_copy import field_view
 from offload.engine import OffloadEngine
 from ops.comm.base import World
 
-BATCH_SEQUENCES = 8
 SEQ_LEN = 16
 MODEL: dict[str, Any] = {
     "vocab_size": 64,
@@ -53,7 +52,10 @@ MODEL: dict[str, Any] = {
 class Case:
     """A mesh and what differs from the usual run: overrides of the sections of the configuration.
 
-    `smallest`: the least budgets the plan accepts. `steps` of the same batches for every mesh.
+    `smallest`: the least budgets the plan accepts. `steps` of the same batches, of so many
+    `sequences`, for every mesh. `rate` is the learning rate of step 1; with gradients in bfloat16
+    it is smaller, because a sum in another order then flips roundings of one part in 256, and
+    what an update of the size of the weights makes of that is not about ranks.
     """
 
     name: str
@@ -63,6 +65,8 @@ class Case:
     offload: dict[str, Any] = field(default_factory=dict)
     optimizer: dict[str, Any] = field(default_factory=dict)
     steps: int = 20
+    rate: float = 1e-2
+    sequences: int = 8
     evaluate: bool = True
     smallest: bool = False
 
@@ -78,7 +82,7 @@ def make_config(case: Case, path: Path, device: int = 1 << 28, host: int = 1 << 
                 "steps": case.steps,
                 "seq_len": SEQ_LEN,
                 "micro_batch_size": 1,
-                "gradient_accumulation_steps": BATCH_SEQUENCES // replicas,
+                "gradient_accumulation_steps": case.sequences // replicas,
                 "weight_dtype": "float32",
                 "grad_dtype": "float32",
             }
@@ -112,9 +116,8 @@ def budgeted(case: Case, path: Path, world: World) -> RunConfig:
 def batch(config: RunConfig, number: int) -> tuple[np.ndarray, np.ndarray]:
     """Tokens and targets of all ranks: Zipf-like, so that a few experts see most tokens."""
     rng = np.random.default_rng(number)
-    tokens = np.minimum(
-        rng.zipf(1.6, (BATCH_SEQUENCES, SEQ_LEN + 1)) - 1, config.model.vocab_size - 1
-    ).astype(np.int32)
+    shape = (config.global_batch_sequences, SEQ_LEN + 1)
+    tokens = np.minimum(rng.zipf(1.6, shape) - 1, config.model.vocab_size - 1).astype(np.int32)
     return tokens[:, :-1].copy(), tokens[:, 1:].copy()
 
 
@@ -170,7 +173,7 @@ def _steps(
     applied = []
     for number in range(1, case.steps + 1):
         tokens, targets = batch(config, number)
-        result = step.train(tokens[mine], targets[mine], 1e-2 / number)
+        result = step.train(tokens[mine], targets[mine], case.rate / number)
         losses.append(float(result.loss))
         norms.append(result.outcome.grad_norm)
         applied.append(result.outcome.applied)

@@ -19,6 +19,8 @@ from tests.mpirun import run_ranks
 pytest.importorskip("mpi4py", reason="the extra headrace[mpi] is not installed")
 
 BFLOAT16 = {"weight_dtype": "bfloat16", "grad_dtype": "bfloat16"}
+SHORT = {"steps": 6, "sequences": 4}
+BFLOAT16_CASE = {"train": BFLOAT16, "rate": 1e-3}
 Results = dict[str, dict[str, Any]]
 
 
@@ -69,15 +71,26 @@ def train(ranks: int, cases: list[Case], path: Path, seconds_max: float) -> Resu
     return found
 
 
+KINDS = {
+    "float32": Case("float32"),
+    "bfloat16": Case("bfloat16", **BFLOAT16_CASE),
+    "untied": Case("untied", model={"tie_word_embeddings": False}),
+}
+
+
+def one_rank(path: Path, **options: Any) -> Results:
+    """One rank, in the arithmetic of each kind of case."""
+    return train(1, [replace(case, **options) for case in KINDS.values()], path, 900)
+
+
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    """One rank, in the arithmetic of each kind of case."""
-    cases = [
-        Case("float32"),
-        Case("bfloat16", train=BFLOAT16),
-        Case("untied", model={"tie_word_embeddings": False}),
-    ]
-    return train(1, cases, tmp_path_factory.mktemp("alone") / "run", 300)
+    return one_rank(tmp_path_factory.mktemp("alone") / "run", **SHORT)
+
+
+@pytest.fixture(scope="module")
+def alone_20_steps(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    return one_rank(tmp_path_factory.mktemp("alone20") / "run")
 
 
 def largest_difference(found: dict[str, Any], wanted: dict[str, Any]) -> float:
@@ -112,67 +125,91 @@ def check(found: dict[str, Any], wanted: dict[str, Any], later: float = 1e-5) ->
         assert largest_difference(found, wanted) <= 1e-5
 
 
-TWO = [mesh(dp=2), mesh(dp=2, ep=2), mesh(op=2), mesh(pp=2)]
+def check_all(found: Results, cases: list[Case], alone: Results) -> None:
+    """Each case beside one rank in the same arithmetic."""
+    for case in cases:
+        kind = case.name.rpartition("-")[2]
+        later = 1e-3 if kind == "bfloat16" else 1e-5
+        check(found[case.name], alone.get(kind, alone["float32"]), later)
+
+
+ONE_F_ONE_B = {"pipeline_schedule": "1f1b", "train": {"micro_batch_order": "batch_major"}}
+TWO = [
+    mesh(dp=2, ep=2),
+    mesh("sequence-parallel", op=2, use_seq_parallel=True),
+    mesh("looped", pp=2, pp_interleave_num=2),
+]
 FOUR = [
-    mesh(dp=4, ep=2),
-    mesh(pp=2, op=2),
+    mesh("dp2-op2-ep2-bfloat16", dp=2, op=2, ep=2, **BFLOAT16_CASE),
+    mesh("1f1b-untied", pp=2, op=2, model={"tie_word_embeddings": False}, **ONE_F_ONE_B),
+]
+SPECIAL = [
     mesh("looped", pp=2, dp=2, pp_interleave_num=2),
-    mesh(
-        "1f1b",
-        pp=4,
-        pipeline_schedule="1f1b",
-        train={"micro_batch_order": "batch_major"},
-    ),
+    mesh("1f1b", pp=4, **ONE_F_ONE_B),
+    mesh("1f1b-wide", pp=2, dp=2, ep=2, **ONE_F_ONE_B),
     mesh("sequence-parallel", dp=2, op=2, use_seq_parallel=True),
     mesh("replicas", dp=4, optimizer_parallel=False),
     mesh("uneven", pp=2, dp=2, ep=2, pipeline_layers=[1, 3]),
+    mesh("pp2-dp2-untied", pp=2, dp=2, model={"tie_word_embeddings": False}),
+    mesh("op2-dp2-untied", op=2, dp=2, model={"tie_word_embeddings": False}),
 ]
-BF16 = mesh("bf16", dp=2, op=2, ep=2, train=BFLOAT16)
-UNTIED = mesh("untied", pp=2, dp=2, model={"tie_word_embeddings": False})
 
 
-@pytest.mark.parametrize(("ranks", "cases"), [(2, TWO), (4, [*FOUR, BF16, UNTIED])])
+@pytest.mark.parametrize(("ranks", "cases"), [(2, TWO), (4, FOUR)])
 def test_a_mesh_trains_the_model_of_one_rank(tmp_path, alone, ranks, cases):
-    found = train(ranks, cases, tmp_path / "run", 600)
-    for case in cases:
-        kind = case.name if case.name in alone else "float32"
-        if case.name == "bf16":
-            check(found[case.name], alone["bfloat16"], later=1e-3)
-        else:
-            check(found[case.name], alone[kind])
+    short = [replace(case, **SHORT) for case in cases]
+    check_all(train(ranks, short, tmp_path / "run", 900), short, alone)
 
 
-def test_a_mesh_gives_the_same_bits_again_and_under_any_budget(tmp_path):
-    """Promise 1 on a mesh with every axis but pipeline, and on one with a pipeline."""
-    for number, case in enumerate(
-        (
-            mesh("wide", dp=2, op=2, ep=2, steps=6, train=BFLOAT16),
-            mesh("deep", pp=2, dp=2, steps=6, train=BFLOAT16),
-        )
-    ):
-        cases = [
-            case,
-            replace(case, name="again"),
-            replace(case, name="least", smallest=True),
-            replace(case, name="sync", smallest=True, offload={"pipeline": "sync"}),
-            replace(case, name="recompute", train=BFLOAT16 | {"recompute": "full"}),
-            replace(case, name="dense", offload={"idle_expert_policy": "dense"}),
-        ]
-        found = train(4, cases, tmp_path / str(number), 600)
-        for name, results in found.items():
-            for key in ("losses", "norms", "evals", "digest"):
-                assert results[key] == found[case.name][key], (case.name, name, key)
+def same_bits(path: Path, ranks: int, case: Case) -> None:
+    """Promise 1: the same mesh again, with the least budgets, and otherwise."""
+    cases = [
+        case,
+        replace(case, name="again"),
+        replace(case, name="least", smallest=True),
+        replace(case, name="sync", smallest=True, offload={"pipeline": "sync"}),
+        replace(case, name="recompute", train=case.train | {"recompute": "full"}),
+        replace(case, name="dense", offload={"idle_expert_policy": "dense"}),
+    ]
+    found = train(ranks, cases, path, 1800)
+    for name, results in found.items():
+        for key in ("losses", "norms", "evals", "digest"):
+            assert results[key] == found[case.name][key], (case.name, name, key)
+
+
+@pytest.mark.parametrize(
+    "case", [mesh(dp=2, ep=2, train=BFLOAT16), mesh(op=2, train=BFLOAT16)], ids=lambda x: x.name
+)
+def test_two_ranks_give_the_same_bits_again_and_under_any_budget(tmp_path, case):
+    same_bits(tmp_path / "run", 2, replace(case, steps=3, sequences=4, evaluate=False))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "case",
+    [
+        mesh(dp=2, op=2, ep=2, train=BFLOAT16),
+        mesh(pp=2, dp=2, train=BFLOAT16),
+        mesh("speculative", dp=4, ep=2, optimizer={"update_schedule": "speculative"}),
+    ],
+    ids=lambda x: x.name,
+)
+def test_four_ranks_give_the_same_bits_again_and_under_any_budget(tmp_path, case):
+    same_bits(tmp_path / "run", 4, replace(case, steps=6))
+
+
+@pytest.mark.long
+def test_every_way_to_train_on_a_mesh_gives_the_model_of_one_rank(tmp_path, alone_20_steps):
+    check_all(train(4, SPECIAL, tmp_path / "run", 3600), SPECIAL, alone_20_steps)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("ranks", [2, 4, 8])
-def test_every_mesh_trains_the_model_of_one_rank(tmp_path, alone, ranks):
+def test_every_mesh_trains_the_model_of_one_rank(tmp_path, alone_20_steps, ranks):
     cases = every_mesh(ranks)
     half = [
-        replace(case, name=f"{case.name}-bf16", train=BFLOAT16) for case in cases[:: 2 * ranks // 4]
+        replace(case, name=f"{case.name}-bfloat16", **BFLOAT16_CASE)
+        for case in cases[:: ranks // 2]
     ]
-    found = train(ranks, [*cases, *half], tmp_path / "run", 3600)
-    for case in cases:
-        check(found[case.name], alone["float32"])
-    for case in half:
-        check(found[case.name], alone["bfloat16"], later=1e-3)
+    found = train(ranks, [*cases, *half], tmp_path / "run", 7200)
+    check_all(found, [*cases, *half], alone_20_steps)
