@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from launch.config import RunConfig
@@ -102,11 +103,12 @@ def open_store(
     trace: Tracer = NO_TRACE,
     rank: int = 0,
     newest: int | None = None,
+    before_discard: Callable[[], None] | None = None,
 ) -> NvmeStore:
     """The cold store of a rank; ConfigError when its path cannot be used.
 
     With `resume` it is opened at its newest whole commit (of a generation up to `newest`), if it
-    has one; else what an earlier run has left there is given up.
+    has one; else `before_discard` is called, and what an earlier run has left is given up.
     """
     paths = config.offload.nvme.paths
     modes = [_access(path) for path in paths]
@@ -121,6 +123,7 @@ def open_store(
         rank=rank,
         resume=resume,
         newest=newest,
+        before_discard=before_discard,
         access=modes[0] if len(modes) == 1 else None,
         trace=trace,
     )

@@ -34,6 +34,9 @@ _STATE_KEYS = frozenset(
         "data.seed",
     }
 )
+RANKS_FACT = "ranks"
+"""Where a commit says how many ranks made it."""
+
 _SECTIONS = ("model", "train", "optimizer", "data")
 _SUPERSEDED = "has been superseded"
 _IDLE_POLICY = "offload.idle_expert_policy"
@@ -52,7 +55,8 @@ class StartingPoint:
 def save_plan(config: RunConfig) -> SavePlan:
     """When this run commits, and what its commits say of it."""
     every = {"step": 1, "checkpoint": config.train.save_steps, "none": 0}
-    facts = {"name": config.name, "config": _recorded(config)}
+    ranks = config.parallel.num_ranks
+    facts = {"name": config.name, "config": _recorded(config), RANKS_FACT: ranks}
     return SavePlan(every[config.offload.durability], facts)
 
 

@@ -13,7 +13,7 @@ import contextlib
 import logging
 import os
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
@@ -99,6 +99,7 @@ class Opening:
     directory_files: DirectoryFiles
     measure: Measure
     newest: int | None = None
+    before_discard: Callable[[], None] | None = None
 
     def open(self, resume: bool) -> OpenedStore:
         """Lock the directories and open their data files: empty, or with commits for `resume`.
@@ -159,6 +160,8 @@ class Opening:
             self._open_files(opened, undo)
             self._recover(opened, [lengths[DATA_FILE_NAME] for lengths in names])
         else:
+            if self.before_discard is not None:
+                self.before_discard()
             self._discard(directories, names)
             self._open_files(opened, undo)
             self._start(opened)

@@ -72,6 +72,7 @@ class NvmeStore:
         keep_commits: int = 1,
         resume: bool = False,
         newest: int | None = None,
+        before_discard: Callable[[], None] | None = None,
         directory_files: DirectoryFiles | None = None,
         measure: Measure = measure_bandwidth,
         codec: str = "none",
@@ -82,6 +83,8 @@ class NvmeStore:
 
         The store is empty, what was there is discarded; with `resume` it holds the newest commit
         (`recovered`), up to generation `newest`, if there is one. `keep_commits` are retained.
+        `before_discard` is called once nothing can be refused any more, before a store that is
+        begun anew loses what was there.
         `required_bytes` (default: the capacity) must be free on the disk. `transfers_max` bounds
         transfers in flight. `access` overrides probing, `base_offset` leaves the data file's start
         unused, `open_file` and `directory_files` replace the operating system. Several
@@ -109,6 +112,7 @@ class NvmeStore:
             directory_files=directory_files or OsDirectoryFiles(),
             measure=measure,
             newest=newest,
+            before_discard=before_discard,
         )
         self._opened = opening.open(resume)
         self.access = self._opened.access

@@ -1,0 +1,194 @@
+"""The stores of all ranks are opened together, or none is; ranks are threads, stores are real."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import offload.nvme.opening
+from launch.build import make_plan
+from launch.config import RunConfig
+from launch.rank_store import RankStore, open_rank_store
+from launch.resume import save_plan
+from offload.nvme.directory import rank_directory
+from offload.nvme.lock import OwnerLock
+from offload.rank_commits import RankCommit, RecordFile
+from ops.comm.base import World
+from ops.comm.local import run_local
+from ops.comm.single import SingleRank
+from ops.errors import ConfigError, HeadraceError, StorageError
+from tests.launch.mesh_ranks import Case, make_config
+
+
+def configured(path: Path, ranks: int = 2) -> RunConfig:
+    return make_config(Case("stores", {"data_parallel": ranks}), path)
+
+
+def open_one(world: World, config: RunConfig, resume: bool) -> RankStore:
+    return open_rank_store(config, make_plan(config, rank=world.rank), resume, world)
+
+
+def on_ranks(config: RunConfig, work: Any, resume: bool = False) -> list[Any]:
+    """`work(world, opened)` on every rank of the mesh, each with its store; the results."""
+
+    def rank(world: World) -> Any:
+        opened = open_one(world, config, resume)
+        try:
+            return work(world, opened)
+        finally:
+            opened.store.close()
+
+    ranks = config.parallel.num_ranks
+    return [rank(SingleRank())] if ranks == 1 else run_local(ranks, rank)
+
+
+def commit(config: RunConfig, opened: RankStore, step: int, *, until: str = "published") -> None:
+    """Commit `step`; with `until` = "prepared" this rank gets no further than its own part."""
+    run = {"step": step, **save_plan(config).facts}
+    cut = opened.store.cut({"step": step, "run": run})
+    if until == "published":
+        opened.store.publish(cut, opened.agree)
+        return
+
+    def killed(generation: int) -> None:
+        raise InterruptedError("killed")
+
+    with pytest.raises(StorageError, match="was not published by all ranks"):
+        opened.store.publish(cut, killed)
+
+
+def step_found(world: World, opened: RankStore) -> int | None:
+    found = opened.store.recovered
+    return None if found is None else found.meta["step"]
+
+
+def make_commits(config: RunConfig, steps: Sequence[int]) -> None:
+    on_ranks(config, lambda world, opened: [commit(config, opened, step) for step in steps])
+
+
+def refusals(config: RunConfig, resume: bool) -> list[HeadraceError]:
+    """Opening fails on every rank; the errors."""
+
+    def rank(world: World) -> HeadraceError:
+        with pytest.raises(HeadraceError) as caught:
+            open_one(world, config, resume)
+        return caught.value
+
+    ranks = config.parallel.num_ranks
+    return [rank(SingleRank())] if ranks == 1 else run_local(ranks, rank)
+
+
+def record_of(path: Path) -> tuple[RankCommit, ...]:
+    return RecordFile(str(path)).read()
+
+
+def test_all_ranks_are_opened_at_the_commit_they_published(tmp_path):
+    config = configured(tmp_path)
+    make_commits(config, (0, 1, 2))
+    assert on_ranks(config, step_found, resume=True) == [2, 2]
+    assert on_ranks(config, step_found, resume=False) == [None, None]
+    assert record_of(tmp_path) == ()
+    assert on_ranks(config, step_found, resume=True) == [None, None]
+
+
+@pytest.mark.parametrize("before", [(), (1,)])
+@pytest.mark.parametrize("prepared", [(0,), (1,), (0, 1)])
+def test_what_was_only_prepared_is_discarded(tmp_path, before, prepared):
+    """C62: also when there is no record yet, and on every rank."""
+    config = configured(tmp_path)
+
+    def work(world: World, opened: RankStore) -> None:
+        for step in before:
+            commit(config, opened, step)
+        if world.rank in prepared:
+            commit(config, opened, 9, until="prepared")
+
+    on_ranks(config, work)
+    wanted = before[-1] if before else None
+    assert on_ranks(config, step_found, resume=True) == [wanted, wanted]
+
+
+@pytest.mark.parametrize(
+    ("was", "now", "made"),
+    [
+        (2, 1, "made by 2 ranks with parallel = {"),
+        (2, 4, "made by 2 ranks with parallel = {"),
+        (1, 2, "made by 1 rank with parallel of one rank"),
+    ],
+)
+def test_another_number_of_ranks_is_refused_and_nothing_is_lost(tmp_path, was, now, made):
+    """One rank writes no record: two took its commit for none, and began anew over it."""
+    make_commits(configured(tmp_path, was), (3,))
+    errors = refusals(configured(tmp_path, now), resume=True)
+    assert {type(error) for error in errors} == {ConfigError}
+    (message,) = {str(error) for error in errors}
+    assert made in message and f"but now there are {now} with" in message
+    assert on_ranks(configured(tmp_path, was), step_found, resume=True) == [3] * was
+
+
+def test_one_rank_does_not_take_what_several_only_prepared(tmp_path):
+    several, one = configured(tmp_path), configured(tmp_path, 1)
+    on_ranks(several, lambda _, opened: commit(several, opened, 5, until="prepared"))
+    assert on_ranks(one, step_found, resume=True) == [None]
+
+
+def test_a_rank_whose_directory_is_missing_is_named_on_all(tmp_path):
+    config = configured(tmp_path)
+    make_commits(config, (3,))
+    directory = Path(rank_directory(str(tmp_path), 1))
+    directory.rename(tmp_path / "elsewhere")
+    for error in refusals(config, resume=True):
+        assert isinstance(error, StorageError)
+        assert "the part of rank 1 is not in offload.nvme.path, directory rank-00001" in str(error)
+    (tmp_path / "rank-00001").rename(tmp_path / "empty")
+    (tmp_path / "elsewhere").rename(directory)
+    assert on_ranks(config, step_found, resume=True) == [3, 3]
+
+
+@contextmanager
+def owned(path: Path, rank: int) -> Iterator[None]:
+    """Another run is alive in the directory of `rank`."""
+    lock = OwnerLock.acquire(rank_directory(str(path), rank))
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_start_beside_a_live_run_costs_it_no_commit(tmp_path, ranks):
+    """C11. The record was removed before anybody looked who owns the stores."""
+    config = configured(tmp_path)
+    make_commits(config, (3,))
+    with owned(tmp_path, 0):
+        for error in refusals(configured(tmp_path, ranks), resume=False):
+            assert isinstance(error, ConfigError) and "rank-00000" in str(error)
+    assert on_ranks(config, step_found, resume=True) == [3, 3]
+
+
+def test_a_start_that_is_refused_costs_no_commit(tmp_path, monkeypatch):
+    config = configured(tmp_path)
+    make_commits(config, (3,))
+
+    def refuse(*_: object) -> None:
+        raise ConfigError("too little free disk")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(offload.nvme.opening, "check_free_space", refuse)
+        for error in refusals(config, resume=False):
+            assert "too little free disk" in str(error)
+    assert on_ranks(config, step_found, resume=True) == [3, 3]
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_refusal_of_one_rank_is_one_of_all_and_of_the_same_kind(tmp_path, resume):
+    config = configured(tmp_path)
+    make_commits(config, (3,))
+    with owned(tmp_path, 1):
+        first, second = refusals(config, resume)
+    assert type(first) is type(second) is ConfigError
+    assert str(first) == f"rank 1 has no store: {second}"
