@@ -12,7 +12,7 @@ import itertools
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -105,15 +105,14 @@ def run_training(
     observer.on_message(f"data: {data.describe()}")
     for line in mesh_lines(config, make_plans(config, resume), _slots(world)):
         observer.on_message(line)
-    opened = open_rank_store(config, plan, resume, world, trace)
-    try:
+    with ExitStack() as parts:
+        opened = open_rank_store(config, plan, resume, world, trace)
+        parts.callback(opened.store.close)
         groups = open_groups(mesh, world, model)
         rank = _Rank(config, groups, plan, data, bigram, observer, trace)
         start = starting_point(config, opened.store, resume)
         observer.on_message(start.message)
-        return _train(rank, opened, start, steps_limit, stop)
-    finally:
-        opened.store.close()
+        return _train(rank, opened, start, steps_limit, stop, parts)
 
 
 def _slots(world: World) -> list[int]:
@@ -128,8 +127,9 @@ def _train(
     start: StartingPoint,
     steps_limit: int | None,
     stop: threading.Event,
+    parts: ExitStack,
 ) -> dict[str, Any]:
-    """Make the engine, train to the end, hand over the report."""
+    """Make the engine, train to the end, hand over the report; `parts` are closed afterwards."""
     from moe.step import TrainingStep
     from moe.trainer import Trainer
 
@@ -140,38 +140,41 @@ def _train(
         backend, stages = compute_parts(config, groups)
     baseline_bytes = resident_bytes()
     reset_peak()
-    with (
-        KernelPool(config.runtime.num_threads) as pool,
-        closing(
-            make_engine(config, plan, backend, pool, store, groups, trace=trace, agree=opened.agree)
-        ) as engine,
-    ):
-        step = TrainingStep(config.model, train, engine, stages, backend, groups)
-        trainer = Trainer(
-            train, config.optimizer, step, engine, store, _batches(rank, start.cursor),
-            _held_out(rank), observer, stop, steps_limit, start.step, save_plan(config),
-            groups.world, config.parallel.data_parallel,
-        )  # fmt: skip
-        observer.on_start(_start_info(config, plan, trainer.num_steps, start.step))
-        if start.resumed and start.step >= trainer.num_steps:
-            observer.on_message(
-                f"nothing is left to train: step {start.step} of {trainer.num_steps} is done; "
-                "set train.steps (or --steps) above it to go on"
-            )
-        failure = _run(config, engine, trainer, trace, start.resumed)
-        report = _report(config, plan, engine, backend, trainer.totals)
-        report |= _account_of_commits(start, engine, store, trainer.totals)
-        report["comm"] = _account_of_ranks(rank, trainer.totals)
-        if failure is None or isinstance(failure, AGREED):
-            report["ranks"] = _account_of_each_rank(rank, engine)
-        report["process"] = {
-            "peak_rss_bytes": peak_resident_bytes(),
-            "baseline_rss_bytes": baseline_bytes,
-            "host_memory_locked": engine.host.is_locked,
-        }
-        report["bigram_loss"] = rank.bigram
-        report["exit_reason"] = _reason(failure)
-        _end(observer, report, failure)
+    pool = parts.enter_context(KernelPool(config.runtime.num_threads))
+    engine = make_engine(
+        config, plan, backend, pool, store, groups, trace=trace, agree=opened.agree
+    )
+    parts.enter_context(closing(engine))
+    step = TrainingStep(config.model, train, engine, stages, backend, groups)
+    trainer = Trainer(
+        train, config.optimizer, step, engine, store, _batches(rank, start.cursor),
+        _held_out(rank), observer, stop, steps_limit, start.step, save_plan(config),
+        groups.world, config.parallel.data_parallel,
+    )  # fmt: skip
+    observer.on_start(_start_info(config, plan, trainer.num_steps, start.step))
+    if start.resumed and start.step >= trainer.num_steps:
+        observer.on_message(
+            f"nothing is left to train: step {start.step} of {trainer.num_steps} is done; "
+            "set train.steps (or --steps) above it to go on"
+        )
+    failure = _run(config, engine, trainer, trace, start.resumed)
+    if groups.world.size > 1 and not (failure is None or isinstance(failure, AGREED)):
+        # Threads may wait in a collective for ranks that will not come, and closing would wait for
+        # them. The caller ends the processes of all ranks (`launch/world.py`).
+        parts.pop_all()
+    report = _report(config, plan, engine, backend, trainer.totals)
+    report |= _account_of_commits(start, engine, store, trainer.totals)
+    report["comm"] = _account_of_ranks(rank, trainer.totals)
+    if failure is None or isinstance(failure, AGREED):
+        report["ranks"] = _account_of_each_rank(rank, engine)
+    report["process"] = {
+        "peak_rss_bytes": peak_resident_bytes(),
+        "baseline_rss_bytes": baseline_bytes,
+        "host_memory_locked": engine.host.is_locked,
+    }
+    report["bigram_loss"] = rank.bigram
+    report["exit_reason"] = _reason(failure)
+    _end(observer, report, failure)
     return report
 
 
@@ -214,8 +217,23 @@ def _run(
                 initialize(config, engine)
         trainer.run()
     except BaseException as error:
-        return error
+        return _settled(engine, error)
     return None
+
+
+def _settled(engine: OffloadEngine, error: BaseException) -> BaseException:
+    """`error`, once nobody waits for this rank any more; or the error that came before that.
+
+    Where all ranks end together, the commit of their last step is under way: a rank that left it
+    would leave the others waiting for its part.
+    """
+    if isinstance(error, AGREED):
+        try:
+            engine.drain()
+            engine.commits.wait()
+        except BaseException as second:
+            return second
+    return error
 
 
 def _reason(failure: BaseException | None) -> str:
