@@ -14,14 +14,19 @@ ROOT = Path(__file__).parents[1]
 MPIRUN = Path(sys.executable).parent / "mpirun"
 
 
+def mpirun_command(ranks: int, module: str, *arguments: str) -> list[str]:
+    """The command that runs `python -m module arguments` on so many ranks."""
+    command = [str(MPIRUN), "-n", str(ranks), "--oversubscribe", "--bind-to", "none"]
+    if os.geteuid() == 0:
+        command.append("--allow-run-as-root")
+    return [*command, sys.executable, "-m", module, *arguments]
+
+
 def run_ranks(
     ranks: int, module: str, *arguments: str, seconds_max: float
 ) -> subprocess.CompletedProcess[str]:
     """Run `python -m module arguments` on so many ranks; the test fails after `seconds_max`."""
-    command = [str(MPIRUN), "-n", str(ranks), "--oversubscribe", "--bind-to", "none"]
-    if os.geteuid() == 0:
-        command.append("--allow-run-as-root")
-    command += [sys.executable, "-m", module, *arguments]
+    command = mpirun_command(ranks, module, *arguments)
     process = subprocess.Popen(
         command,
         cwd=ROOT,
