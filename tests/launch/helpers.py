@@ -1,17 +1,48 @@
-"""Plans, records and subprocesses that the tests of `launch/` share."""
+"""Plans, records and runs of the real command that the tests of `launch/` share."""
 
 from __future__ import annotations
 
+import json
+import shutil
+import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from launch.mesh_plan import RankPlan
 from offload.placement import MemoryPlan, Term, TierPlan
 
 ROOT = Path(__file__).parents[2]
 MIB = 2**20
+Completed = subprocess.CompletedProcess[str]
+
+# So small that a run is a few seconds, of which most is importing and compiling.
+SMALL: dict[str, Any] = {
+    "model": {
+        "vocab_size": 260,
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "moe_intermediate_size": 96,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+    },
+    "train": {"steps": 4, "seq_len": 32, "micro_batch_size": 2, "eval_batches": 2},
+    "optimizer": {"learning_rate": 2e-3, "warmup_steps": 2},
+    "offload": {
+        "device": {"capacity": "8MiB"},
+        "host": {"capacity": "2MiB"},
+        "nvme": {"capacity": "64MiB"},
+        "prefetch_buffer_size": "1MiB",
+        "io_workers": 2,
+    },
+}
 
 
 def tier_plan(tier: str, capacity_bytes: int, minimum_bytes: int) -> TierPlan:
@@ -101,7 +132,7 @@ def run_report(**changes: Any) -> dict[str, Any]:
     return report | changes
 
 
-def run_python(code: str, *arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
+def run_python(code: str, *arguments: str, **options: Any) -> Completed:
     """Run `code` in a new interpreter at the root of the repository."""
     return subprocess.run(
         [sys.executable, "-c", code, *arguments],
@@ -112,3 +143,113 @@ def run_python(code: str, *arguments: str, **options: Any) -> subprocess.Complet
         check=False,
         **options,
     )
+
+
+def command(folder: Path, *arguments: str) -> list[str]:
+    """The command line that trains SMALL with its files below `folder`."""
+    offload = SMALL["offload"]
+    nvme = offload["nvme"] | {"path": str(folder / "nvme")}
+    path = folder / "small.yaml"
+    path.write_text(yaml.safe_dump(SMALL | {"offload": offload | {"nvme": nvme}}))
+    run = ["--run-dir", str(folder / "run")]
+    return [sys.executable, "-m", "launch", "train", str(path), *run, *arguments]
+
+
+def call(folder: Path, *arguments: str) -> Completed:
+    """Train to the end."""
+    return subprocess.run(
+        command(folder, *arguments), capture_output=True, text=True, cwd=ROOT, timeout=300
+    )
+
+
+def call_script(script: str, folder: Path, *arguments: str) -> Completed:
+    """The same with a Python script in the place of `-m launch`."""
+    return subprocess.run(
+        [sys.executable, "-c", script, *command(folder, *arguments)[3:]],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=300,
+    )
+
+
+# What the calls print is captured below Python, so that libraries in C are heard, too.
+EACH = """
+import json, os, sys
+from launch.cli import main
+folder, cases = sys.argv[1], json.load(sys.stdin)
+codes = []
+for number, arguments in enumerate(cases):
+    for fd, name in ((1, "out"), (2, "err")):
+        file = os.open(f"{folder}/{number}.{name}", os.O_WRONLY | os.O_CREAT)
+        os.dup2(file, fd)
+        os.close(file)
+    sys.argv = ["headrace", *arguments]
+    try:
+        main()
+    except SystemExit as end:
+        codes.append(end.code)
+    sys.stdout.flush()
+with open(f"{folder}/codes", "w") as file:
+    json.dump(codes, file)
+"""
+
+
+def call_each(folder: Path, commands: Sequence[Sequence[str]]) -> list[Completed]:
+    """Several commands (see `command`) one after another in one process, which starts but once.
+
+    For commands that are refused: what they print is kept apart, in `folder`.
+    """
+    folder.mkdir()
+    text = json.dumps([line[3:] for line in commands])
+    process = run_python(EACH, str(folder), input=text)
+    assert process.returncode == 0, (folder / f"{len(commands) - 1}.err").read_text()
+    codes = json.loads((folder / "codes").read_text())
+    out, err = (
+        [(folder / f"{number}.{name}").read_text() for number in range(len(commands))]
+        for name in ("out", "err")
+    )
+    return [Completed(*row) for row in zip(commands, codes, out, err, strict=True)]
+
+
+def start(folder: Path, *arguments: str, stderr: int = subprocess.STDOUT) -> subprocess.Popen[str]:
+    """Begin to train; what is printed can be read from `stdout`."""
+    return subprocess.Popen(
+        command(folder, *arguments), stdout=subprocess.PIPE, stderr=stderr, text=True, cwd=ROOT
+    )
+
+
+def stop_by_signal(folder: Path, number: signal.Signals, *arguments: str) -> str:
+    """Train, and send `number` during the second step; what was printed after the first."""
+    process = start(folder, *arguments)
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("step "):
+            break
+    process.send_signal(number)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 130, output
+    return output
+
+
+def copy_of(finished: Path, folder: Path) -> Path:
+    """A run of its own in `folder` that is where the run in `finished` has ended."""
+    for name in ("run", "nvme"):
+        shutil.copytree(finished / name, folder / name)
+    return folder
+
+
+def steps_of(folder: Path) -> list[dict[str, Any]]:
+    """The records of `steps.jsonl`."""
+    return [json.loads(line) for line in (folder / "run/steps.jsonl").read_text().splitlines()]
+
+
+def numbers_of(folder: Path) -> list[list[Any]]:
+    """Of every step what must be the same bit for bit however the run went."""
+    keys = ("step", "loss_hex", "lr", "grad_norm")
+    return [[row[key] for key in keys] for row in steps_of(folder)]
+
+
+def report_of(folder: Path) -> dict[str, Any]:
+    """`report.json`."""
+    return json.loads((folder / "run/report.json").read_text())

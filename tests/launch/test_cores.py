@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 
 import pytest
 
 from launch import cores, environment
 from launch.config import RuntimeConfig
-from tests.launch.helpers import ROOT, run_python
-from tests.launch.test_train_end_to_end import command
+from tests.launch.helpers import call_script, run_python
 
 NUM_CORES = len(os.sched_getaffinity(0))
 
@@ -129,17 +126,10 @@ main()
 """
 
 
-@pytest.mark.parametrize("threads", sorted({1, min(2, NUM_CORES)}))
+@pytest.mark.parametrize("threads", [1, pytest.param(min(2, NUM_CORES), marks=pytest.mark.long)])
 def test_a_run_uses_as_many_cores_as_it_is_given(tmp_path, threads):
     """MindSpore's threads, the updater's, the mover's, the store's: all of them together."""
-    arguments = command(tmp_path, "--set", f"runtime.threads={threads}")[3:]
-    result = subprocess.run(
-        [sys.executable, "-c", WATCHED, *arguments],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        timeout=300,
-    )
+    result = call_script(WATCHED, tmp_path, "--set", f"runtime.threads={threads}")
     assert result.returncode == 0, result.stderr
     (line,) = [line for line in result.stdout.splitlines() if line.startswith("measured")]
     num_allowed, used_s, wall_s = (float(word) for word in line.split()[1:])

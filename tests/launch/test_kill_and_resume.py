@@ -16,8 +16,7 @@ import numpy as np
 import pytest
 
 from offload.nvme.inspect import InspectedStore, find_stores
-from tests.launch.helpers import ROOT
-from tests.launch.test_train_end_to_end import call, command, steps_of
+from tests.launch.helpers import call, numbers_of, report_of, start
 
 STEPS = 12
 SETTINGS = ("--set", "offload.durability=step", "--set", f"train.steps={STEPS}")
@@ -35,13 +34,7 @@ def uninterrupted(tmp_path_factory) -> Path:
 
 def start_until(folder: Path, step: int) -> subprocess.Popen[str]:
     """Begin or go on, and return as soon as the record of `step` is there."""
-    process = subprocess.Popen(
-        command(folder, *SETTINGS, "--resume", "latest"),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        cwd=ROOT,
-    )
+    process = start(folder, *SETTINGS, "--resume", "latest")
     while steps_done(folder) < step:
         try:
             process.wait(WAIT_S)
@@ -83,11 +76,12 @@ def kill_after(folder: Path, step: int, wait_s: float) -> None:
 
 
 def fill_disk_after(folder: Path, step: int) -> None:
-    """From `step` on the kernel refuses writes beyond the first part of the store's file."""
+    """Begin; from `step` on the kernel refuses writes beyond a part of the store's file."""
     process = start_until(folder, step)
     resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (FILE_BYTES_MAX, FILE_BYTES_MAX))
     output, _ = process.communicate(timeout=300)
     assert process.returncode == 3, output
+    assert "starting at step 0: no commit in" in output
     assert "EFBIG" in output and "data.bin" in output and "Traceback" not in output
     assert committed_step(folder) >= steps_done(folder) - 2
 
@@ -98,24 +92,15 @@ def check_end(folder: Path, uninterrupted: Path) -> None:
     result = call(folder, *SETTINGS, "--resume", "latest")
     assert result.returncode == 0, result.stderr
     assert f"resuming after step {step} " in result.stdout
-    keys = ("step", "loss_hex", "lr", "grad_norm")
-    rows, wanted = (
-        [[row[x] for x in keys] for row in steps_of(y)] for y in (folder, uninterrupted)
-    )
-    assert rows == wanted
-    found, expected = (
-        json.loads((x / "run/report.json").read_text())["weights_digest"]
-        for x in (folder, uninterrupted)
-    )
-    assert found == expected
+    assert numbers_of(folder) == numbers_of(uninterrupted)
+    assert report_of(folder)["weights_digest"] == report_of(uninterrupted)["weights_digest"]
 
 
-def test_a_full_disk_and_two_kills_change_nothing(tmp_path, uninterrupted, rotating_seed):
+def test_a_full_disk_and_a_kill_change_nothing(tmp_path, uninterrupted, rotating_seed):
     """C04, C28: each time the run goes on after the last step that was committed."""
     rng = np.random.default_rng([rotating_seed, 6])
     fill_disk_after(tmp_path, 2)
-    for step in (4, 7):
-        kill_after(tmp_path, step, float(rng.random()) * 0.2)
+    kill_after(tmp_path, 5, float(rng.random()) * 0.2)
     check_end(tmp_path, uninterrupted)
 
 
