@@ -114,8 +114,8 @@ class Fio:
         the time of the slowest one, each from its own start. Threads seldom start together, and
         that counts as speed (2 to 6 %, at times 80 %). With one thread both agree within 0.3 %.
 
-        Writes take turns in both places of the store's blocks, as the store's own do: a place that
-        is written again and again, or lies elsewhere on the disk, may be a quarter faster.
+        Writes take turns in both places of the store's blocks, as the store's own do, so that
+        both sides write to the same part of the disk. What that alone changes was not measured.
         """
         place = next(self._places) if verb == "write" else 0
         if engine == "psync":
