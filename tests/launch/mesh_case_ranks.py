@@ -12,7 +12,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from moe.parallel import ParallelGroups, open_groups
 from moe.step import StepResult, TrainingStep
 from offload.engine import OffloadEngine
 from offload.parts import UnitUse
+from offload.schedule import Stage
 from ops.backend import MindSporeBackend
 from ops.comm.base import World
 from ops.comm.collectives import Collectives
@@ -45,13 +46,15 @@ MESH = {"data_parallel": 4, "expert_parallel": 2}
 SECONDS_MAX = 300.0
 ROOMY = 1 << 28
 WINDOW = 1 << 16
+STREAM = 280_000  # host memory beyond the least: some for read-ahead, and some weights are cold
 FORM = {"weight_dtype": "float16", "compute_dtype": "float16", "grad_dtype": "float32"}
+MODEL = {"num_experts": 16, "num_hidden_layers": 3}
 SCALE = {"loss_scale": {"initial": 1024.0}}
 
 
 def case_of(name: str, parallel: dict[str, int] = MESH) -> Case:
     """A case; all have one form, so that each rank compiles its stages once."""
-    return Case(name, parallel, train=FORM, optimizer=SCALE)
+    return Case(name, parallel, MODEL, FORM, optimizer=SCALE)
 
 
 @dataclass
@@ -246,14 +249,15 @@ def ranks_with_other_budgets_route_to_disjoint_experts(bench: Bench) -> None:
     least = bench.least(case)
     budgets = [
         {"device": ROOMY, "host": ROOMY},
-        {"device": least["device"] + WINDOW, "host": least["host"]},
+        {"device": least["device"] + WINDOW, "host": least["host"] + STREAM},
         least,
         {"device": least["device"], "host": ROOMY},
     ][world.rank]
     number = 0
 
     def chosen(step: int) -> list[int]:
-        first = 2 * ((world.rank + step) % RANKS)
+        """Two experts of the lower half in even steps, of the upper half in odd ones."""
+        first = 8 * (step % 2) + 2 * ((world.rank + step // 2) % RANKS)
         return [first, first + 1]
 
     with (
@@ -274,7 +278,7 @@ def ranks_with_other_budgets_route_to_disjoint_experts(bench: Bench) -> None:
     assert all(found == left[0] for found in left), left
     assert world.all_gather_object(bool(on_nvme)) == [False, True, True, False]
     guessed = world.all_gather_object(wrong)
-    assert guessed[1] > 0 and guessed[2] > 0, guessed
+    assert guessed[1] > 0, guessed
     for group in (world, groups.dp, groups.ep, groups.edp, groups.weights_dp, groups.weights_edp):
         calls = entered[group.name]
         assert len(calls) > steps, (group.name, calls)
@@ -289,9 +293,10 @@ def ranks_with_other_budgets_route_to_disjoint_experts(bench: Bench) -> None:
 
 
 def cold_layers_in_a_row_are_on_their_way_together(bench: Bench) -> None:
-    """C46: before compute asks for the first, this rank's part of all dense layers is there."""
-    case = case_of("cold")
-    with bench.run(case, **bench.least(case)) as run:
+    """C46: before compute asks for the first of them, this rank's part of each is there."""
+    case = replace(case_of("cold"), offload={"prefetch_buffer_size": 1 << 18})
+    least = bench.least(case)
+    with bench.run(case, device=least["device"], host=least["host"] + STREAM) as run:
         engine = run.engine
         run.train(1)
         engine.drain()
@@ -299,15 +304,19 @@ def cold_layers_in_a_row_are_on_their_way_together(bench: Bench) -> None:
         units = engine._shared.units
         layers = [f"layers.{number}" for number in range(run.config.model.num_hidden_layers)]
         cold = [name for name in layers if units[name].weight_on_nvme]
-        assert cold == layers, "the least host budget leaves no layer in memory"
+        assert len(cold) >= 2
         assert not any(units[name].host_weight for name in cold)
-        engine.begin(run.step._training)
+        engine.begin([Stage(name, (name,)) for name in cold])
         with engine._shared.changed:
             arrived = engine._shared.changed.wait_for(
                 lambda: engine._shared.failed or all(units[name].host_ready for name in cold),
                 SECONDS_MAX,
             )
         assert arrived and not engine._shared.failed
+        for name in cold:
+            engine.enter(name)
+            with engine.use(name):
+                pass
         bench.world.barrier()
 
 

@@ -192,11 +192,11 @@ def not_finite(here: bool, step: int) -> None:
         return may_cut(self) and not is_late
 
     def let_go(self: OffloadEngine) -> None:
-        drain(self)
         if steps[0] == step:
             drained.set()
             with self._shared.changed:
                 self._shared.changed.notify_all()
+        drain(self)
 
     if here:
         UnitUse.add = poisoned  # type: ignore[method-assign]
