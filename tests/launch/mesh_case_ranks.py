@@ -300,8 +300,14 @@ def cold_layers_in_a_row_are_on_their_way_together(bench: Bench) -> None:
         engine = run.engine
         run.train(1)
         engine.drain()
-        used_without_caches(engine)
         units = engine._shared.units
+        engine.begin([])  # else weights of the next step are on their way already
+        with engine._shared.changed:
+            idle = engine._shared.changed.wait_for(
+                lambda: not any(unit.host_reading for unit in units.values()), SECONDS_MAX
+            )
+        assert idle
+        used_without_caches(engine)
         layers = [f"layers.{number}" for number in range(run.config.model.num_hidden_layers)]
         cold = [name for name in layers if units[name].weight_on_nvme]
         assert len(cold) >= 2

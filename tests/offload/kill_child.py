@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from offload.nvme.commit import CommitCut, CommitRecord
+from offload.nvme.commit import Agree, CommitCut, CommitRecord
 from offload.testing import Toy, budgets, toy_run
 from offload.testing_kill import KillingDirectoryFiles, KillPoint
 from tests.offload.courses import Results, random_budgets, random_course, train
@@ -66,8 +66,8 @@ def live(life: Life) -> KillPoint:
         assert run.store is not None
         publish = run.store.publish
 
-        def told(cut: CommitCut) -> CommitRecord:
-            record = publish(cut)
+        def told(cut: CommitCut, agree: Agree | None = None) -> CommitRecord:
+            record = publish(cut, agree)
             tell("published", record.meta["step"], record.generation)
             return record
 

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from offload.config import OffloadConfig, TierConfig
-from offload.nvme.commit import CommitCut, CommitRecord
+from offload.nvme.commit import Agree, CommitCut, CommitRecord
 from offload.nvme.verify import BlockReader
 from offload.testing import HUGE_BYTES, RandomDelays, ToyRun, budgets, smallest_budgets, toy_run
 from offload.testing_crash import Crash, SimulatedDisk
@@ -65,8 +65,8 @@ def mark_published(run: ToyRun, disk: SimulatedDisk) -> None:
     assert run.store is not None
     publish = run.store.publish
 
-    def marked(cut: CommitCut) -> CommitRecord:
-        record = publish(cut)
+    def marked(cut: CommitCut, agree: Agree | None = None) -> CommitRecord:
+        record = publish(cut, agree)
         disk.mark((record.generation, record.meta["step"]))
         return record
 
