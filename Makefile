@@ -67,7 +67,7 @@ test-kill: setup
 	$(BIN)/python -m pytest $(KILL_TESTS) -m long
 
 test-parallel: setup
-	$(BIN)/python -m pytest tests/launch/test_meshes.py
+	$(BIN)/python -m pytest tests/launch/test_meshes.py tests/launch/test_mesh_cases.py
 
 test-32: setup
 	$(BIN)/python -m pytest tests/launch/test_32_ranks.py

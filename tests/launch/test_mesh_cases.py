@@ -296,6 +296,7 @@ def test_a_wrong_mesh_is_refused_by_all_ranks_before_anything_is_made(tmp_path, 
     assert sorted(os.listdir(tmp_path)) == before
 
 
+@pytest.mark.long
 def test_every_case_passes_on_four_ranks(tmp_path):
     """C26, C40, C44, C46."""
     result = run_ranks(
