@@ -228,14 +228,27 @@ def buffers_without_owner(engine: OffloadEngine) -> tuple[int, int]:
         return engine.host.num_buffers - num_owned, engine.device.num_buffers - on_device
 
 
-def used_without_caches(engine: OffloadEngine) -> tuple[int, int]:
-    """Bytes of host and device in use once every cache of weights is dropped."""
+def bytes_without_units(engine: OffloadEngine) -> tuple[int, int]:
+    """Bytes of host and device in use, less weights that lie there for a time only.
+
+    What is read ahead for the next step is on its way even after a drain.
+    """
+    with engine._shared.changed:
+        units = list(engine._shared.units.values())
+        cached = [x.host_weight for x in units if x.weight_on_nvme and x.host_weight is not None]
+        on_device = [x.device for x in units if x.device is not None]
+        return (
+            engine.host.used_bytes - sum(x.nbytes for x in cached),
+            engine.device.used_bytes - sum(x.nbytes for x in on_device),
+        )
+
+
+def drop_caches(engine: OffloadEngine) -> None:
+    """Evict the cached weights that nobody holds."""
     with engine._shared.changed:
         for unit in engine._shared.units.values():
             if unit.evictable_host_weight():
                 engine._memory.drop_weight(unit.name)
-        used = engine.used_bytes()
-    return used["host"], used["device"]
 
 
 def ranks_with_other_budgets_route_to_disjoint_experts(bench: Bench) -> None:
@@ -270,7 +283,7 @@ def ranks_with_other_budgets_route_to_disjoint_experts(bench: Bench) -> None:
             run.train(number)
             if number % 5 == 0:
                 engine.drain()
-                left.append((buffers_without_owner(engine), used_without_caches(engine)))
+                left.append((buffers_without_owner(engine), bytes_without_units(engine)))
         entered = {name: list(calls) for name, calls in seen.items()}
         on_nvme = [x.name for x in engine._shared.units.values() if x.weight_on_nvme]
         wrong = engine.stats.snapshot().wrong_guess_bytes
@@ -307,7 +320,7 @@ def cold_layers_in_a_row_are_on_their_way_together(bench: Bench) -> None:
                 lambda: not any(unit.host_reading for unit in units.values()), SECONDS_MAX
             )
         assert idle
-        used_without_caches(engine)
+        drop_caches(engine)
         layers = [f"layers.{number}" for number in range(run.config.model.num_hidden_layers)]
         cold = [name for name in layers if units[name].weight_on_nvme]
         assert len(cold) >= 2
