@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import shlex
+from itertools import pairwise
 
 import pytest
 import typer.main
@@ -82,6 +84,28 @@ def test_every_preset_loads_and_plans(name: str) -> None:
 
     plan = make_plan(load_config(name))
     assert plan.fits, plan.problems
+
+
+def test_a_launch_of_a_preset_in_the_readme_is_one_that_fits() -> None:
+    """A newcomer copied the first command for many ranks, and its plan was refused."""
+    from launch.build import make_plans
+
+    commands = [
+        shlex.split(line)
+        for line in CODE.replace("\\\n", " ").splitlines()
+        if line.startswith("headrace launch")
+    ]
+    checked = 0
+    for words in commands:
+        source = words[words.index("train") + 1]
+        if source not in preset_names():
+            continue
+        overrides = [value for key, value in pairwise(words) if key == "--set"]
+        config = load_config(source, overrides)
+        assert config.parallel.num_ranks == int(words[words.index("-n") + 1])
+        assert all(item.plan.fits for item in make_plans(config)), words
+        checked += 1
+    assert checked
 
 
 def test_the_architecture_page_maps_every_file() -> None:

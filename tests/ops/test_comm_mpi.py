@@ -2,44 +2,21 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
+from tests.mpirun import run_ranks
 from tests.ops import comm_conformance
 
 pytest.importorskip("mpi4py", reason="the extra headrace[mpi] is not installed")
 
-ROOT = Path(__file__).parents[2]
-MPIRUN = Path(sys.executable).parent / "mpirun"
 SECONDS_MAX = 240
 
 
 def mpirun(ranks: int, task: str) -> subprocess.CompletedProcess[str]:
     """Run a task of `comm_mpi_ranks` on so many ranks; no process is left behind."""
-    command = [str(MPIRUN), "-n", str(ranks), "--oversubscribe"]
-    if os.geteuid() == 0:
-        command.append("--allow-run-as-root")
-    command += [sys.executable, "-m", "tests.ops.comm_mpi_ranks", task]
-    process = subprocess.Popen(
-        command,
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        stdout, stderr = process.communicate(timeout=SECONDS_MAX)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        stdout, stderr = process.communicate()
-        pytest.fail(f"{task} did not end within {SECONDS_MAX} s:\n{stdout}\n{stderr}")
-    return subprocess.CompletedProcess(command, process.returncode, stdout, stderr)
+    return run_ranks(ranks, "tests.ops.comm_mpi_ranks", task, seconds_max=SECONDS_MAX)
 
 
 def test_conformance_on_four_ranks() -> None:
