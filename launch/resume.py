@@ -56,7 +56,12 @@ def save_plan(config: RunConfig) -> SavePlan:
     """When this run commits, and what its commits say of it."""
     every = {"step": 1, "checkpoint": config.train.save_steps, "none": 0}
     ranks = config.parallel.num_ranks
-    facts = {"name": config.name, "config": _recorded(config), RANKS_FACT: ranks}
+    facts = {
+        "name": config.name,
+        "config": _recorded(config),
+        RANKS_FACT: ranks,
+        "parallel": config.to_dict()["parallel"],
+    }
     return SavePlan(every[config.offload.durability], facts)
 
 

@@ -62,33 +62,16 @@ class UpdateJob:
         layout = self.unit.layout
         for lo, hi, kept, decay in groups(layout):
             rate = weight_decay if decay else 0.0
-            arrays = self._arrays(layout, lo, hi, kept)
             missed = ledger.table(self.unit.synced_step, self.replay_until, rate)
             if len(missed):
-                _replay(layout.weight_dtype, kept, arrays, missed, pool)
+                replay(layout, self.weight, self.state, (lo, hi, kept), missed, pool)
             if self.gradient_step is not None:
                 step = self.gradient_step
                 scalars = ledger.table(step - 1, step, rate)[0]
                 assert self.grad is not None
                 grad = field_view(self.grad, layout.field("grad", "grad"))[lo:hi]
+                arrays = _arrays(layout, self.weight, self.state, lo, hi, kept)
                 _update(layout.weight_dtype, kept, arrays, grad, self.grad_scale, scalars, pool)
-
-    def _arrays(self, layout: UnitLayout, lo: int, hi: int, kept: bool) -> list[Array]:
-        assert self.weight is not None and self.state is not None
-        moments = [
-            field_view(self.state, layout.field("state", name))[lo:hi]
-            for name in ("exp_avg", "exp_avg_sq")
-        ]
-        if kept:
-            first = layout.num_split
-            master = field_view(self.weight, layout.field("weight", "master"))
-            return [master[lo - first : hi - first], *moments]
-        weight = field_view(self.weight, layout.field("weight", "weight"))[lo:hi]
-        if layout.weight_dtype == "float16":
-            master = field_view(self.state, layout.field("state", "master_split"))[lo:hi]
-            return [master, weight, *moments]
-        residual = field_view(self.state, layout.field("state", "residual"))[lo:hi]
-        return [weight, residual, *moments]
 
 
 def groups(layout: UnitLayout) -> Iterator[tuple[int, int, bool, bool]]:
@@ -106,12 +89,42 @@ def groups(layout: UnitLayout) -> Iterator[tuple[int, int, bool, bool]]:
         yield run
 
 
-def _replay(dtype: str, kept: bool, arrays: list[Array], table: F32, pool: KernelPool) -> None:
+def replay(
+    layout: UnitLayout,
+    weight: Buffer,
+    state: Buffer,
+    run: tuple[int, int, bool],
+    table: F32,
+    pool: KernelPool,
+) -> None:
+    """Apply the steps of `table` with zero gradient to a run (lo, hi, kept) of one kind, in place.
+
+    `table` is what `Ledger.table` makes, f32 [steps, 7], for the decay of these elements.
+    """
     split: Callable[..., None] = adamw.replay_split
     half: Callable[..., None] = adamw.replay_master_f16
     master: Callable[..., None] = adamw.replay_master
-    kernel = master if kept else half if dtype == "float16" else split
-    kernel(*arrays, table, pool=pool)
+    kernel = master if run[2] else half if layout.weight_dtype == "float16" else split
+    kernel(*_arrays(layout, weight, state, *run), table, pool=pool)
+
+
+def _arrays(
+    layout: UnitLayout, weight: Buffer, state: Buffer, lo: int, hi: int, kept: bool
+) -> list[Array]:
+    """What the kernels take of a run, in their order."""
+    moments = [
+        field_view(state, layout.field("state", name))[lo:hi] for name in ("exp_avg", "exp_avg_sq")
+    ]
+    if kept:
+        first = layout.num_split
+        master = field_view(weight, layout.field("weight", "master"))
+        return [master[lo - first : hi - first], *moments]
+    compute = field_view(weight, layout.field("weight", "weight"))[lo:hi]
+    if layout.weight_dtype == "float16":
+        master = field_view(state, layout.field("state", "master_split"))[lo:hi]
+        return [master, compute, *moments]
+    residual = field_view(state, layout.field("state", "residual"))[lo:hi]
+    return [compute, residual, *moments]
 
 
 def _update(

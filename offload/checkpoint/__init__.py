@@ -1,0 +1,1 @@
+"""Checkpoints: reading a commit from outside, onto any mesh."""
