@@ -116,8 +116,10 @@ def _train(
     from launch.ranks import detect_ranks
     from launch.report import prepare_run_dir
     from launch.run import run_training
+    from launch.save_request import SaveRequest
     from launch.signals import stop_on_signals
     from launch.world import shared_world
+    from moe.save_plan import never
     from ops.trace import NO_TRACE, Trace
 
     require_all_fit(make_plans(config, resume))
@@ -128,8 +130,9 @@ def _train(
         directory = prepare_run_dir(run_dir, config.name, resume) if ranks.is_first else None
         trace = Trace(trace_file) if trace_file is not None and ranks.is_first else NO_TRACE
         observer = _observer(config, directory, resume, again, trace)
+        asked = never if directory is None else SaveRequest(directory)
         with closing(trace), closing(observer), warnings_shown(observer.on_message):
-            run_training(config, steps, observer, stop, trace, resume, world)
+            run_training(config, steps, observer, stop, trace, resume, world, asked)
 
 
 def _observer(

@@ -83,12 +83,14 @@ class RunConfig:
                 "optimizer.loss_scale has no effect unless train.compute_dtype is float16, "
                 f"which is {train.compute_dtype}."
             )
-        if (offload.durability == "checkpoint") != (train.save_steps > 0):
+        periodic = train.save_steps > 0 or train.save_minutes > 0
+        if (offload.durability == "checkpoint") != periodic:
             raise ConfigError(
                 f"offload.durability = {offload.durability} and train.save_steps = "
-                f"{train.save_steps} contradict each other: `checkpoint` commits every "
-                "train.save_steps steps, which must then be above 0; `step` commits every step and "
-                "`none` at exit, and there train.save_steps must be 0."
+                f"{train.save_steps}, train.save_minutes = {train.save_minutes:g} contradict each "
+                "other: `checkpoint` commits every train.save_steps steps or train.save_minutes "
+                "minutes, one of which must then be above 0; `step` commits every step and `none` "
+                "at exit, and there both must be 0."
             )
         default_lag = OffloadConfig.__dataclass_fields__["replay_lag_max"].default
         if offload.idle_expert_policy != "replay" and offload.replay_lag_max != default_lag:

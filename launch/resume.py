@@ -62,7 +62,10 @@ def save_plan(config: RunConfig) -> SavePlan:
         RANKS_FACT: ranks,
         "parallel": config.to_dict()["parallel"],
     }
-    return SavePlan(every[config.offload.durability], facts)
+    durability = config.offload.durability
+    return SavePlan(
+        every[durability], facts, config.train.save_minutes, on_request=durability != "none"
+    )
 
 
 def _recorded(config: RunConfig) -> dict[str, Any]:

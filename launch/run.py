@@ -35,6 +35,7 @@ from moe.data.load import RunData, load_data
 from moe.data.stream import BatchStream, Cursor, Sequences, evaluation_batches
 from moe.mesh import Mesh
 from moe.parallel import ParallelGroups, open_groups
+from moe.save_plan import Saves, never
 from offload.engine import OffloadEngine
 from offload.nvme.store import NvmeStore
 from offload.placement import MemoryPlan
@@ -80,12 +81,14 @@ def run_training(
     trace: Tracer = NO_TRACE,
     resume: bool = False,
     world: World | None = None,
+    save_asked: Callable[[], bool] = never,
 ) -> dict[str, Any]:
     """Train as configured; returns the report, which `observer` has been given too.
 
     With `resume` the run goes on where the newest commit of the store was made, if there is one.
     What runs when is drawn into `trace`, which the caller closes. `world` are the ranks of
-    `config.parallel`, this one among them; None is the only rank.
+    `config.parallel`, this one among them; None is the only rank. `save_asked` is polled on rank 0
+    at every step border: whether somebody asks for a commit.
 
     Raises PlanError before anything is taken when the plan does not fit, DataError for unusable
     text, StorageError, NumericAlarm or Stopped when the run ends early (after the report).
@@ -112,7 +115,8 @@ def run_training(
         rank = _Rank(config, groups, plan, data, bigram, observer, trace)
         start = starting_point(config, opened.store, resume)
         observer.on_message(start.message)
-        return _train(rank, opened, start, steps_limit, stop, parts)
+        saves = Saves(save_plan(config), save_asked)
+        return _train(rank, opened, start, steps_limit, stop, saves, parts)
 
 
 def _slots(world: World) -> list[int]:
@@ -127,6 +131,7 @@ def _train(
     start: StartingPoint,
     steps_limit: int | None,
     stop: threading.Event,
+    saves: Saves,
     parts: ExitStack,
 ) -> dict[str, Any]:
     """Make the engine, train to the end, hand over the report; `parts` are closed afterwards."""
@@ -148,7 +153,7 @@ def _train(
     step = TrainingStep(config.model, train, engine, stages, backend, groups)
     trainer = Trainer(
         train, config.optimizer, step, engine, store, _batches(rank, start.cursor),
-        _held_out(rank), observer, stop, steps_limit, start.step, save_plan(config),
+        _held_out(rank), observer, stop, steps_limit, start.step, saves,
         groups.world, config.parallel.data_parallel,
     )  # fmt: skip
     observer.on_start(_start_info(config, plan, trainer.num_steps, start.step))

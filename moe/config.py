@@ -102,6 +102,7 @@ class TrainConfig:
     grad_dtype: str = "bfloat16"
     eval_interval: int = 0
     save_steps: int = 0
+    save_minutes: float = 0.0
     eval_batches: int = 8
     freeze: list[str] = field(default_factory=list)
 
@@ -112,6 +113,7 @@ class TrainConfig:
         check_int("train.recompute_every", self.recompute_every, low=1)
         check_int("train.eval_interval", self.eval_interval, low=0)
         check_int("train.save_steps", self.save_steps, low=0)
+        check_float("train.save_minutes", self.save_minutes, low=0.0)
         check_int("train.eval_batches", self.eval_batches, low=1)
         if not all(isinstance(pattern, str) and pattern for pattern in self.freeze):
             raise refuse("train.freeze", self.freeze, "allowed is a list of unit names or patterns")

@@ -9,7 +9,7 @@ import math
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -17,8 +17,7 @@ from moe.config import TrainConfig
 from moe.data.stream import BatchStream, Sequences
 from moe.digest import weights_digest
 from moe.lr import learning_rate
-from moe.save_plan import SavePlan
-from moe.step import StepResult, TrainingStep
+from moe.save_plan import Saves
 from offload.config import OptimizerConfig
 from offload.engine import OffloadEngine
 from offload.nvme.store import NvmeStore
@@ -26,6 +25,9 @@ from ops.clock import seconds
 from ops.comm.base import MAX, World
 from ops.comm.single import SingleRank
 from ops.errors import NumericAlarm, Stopped
+
+if TYPE_CHECKING:  # they import MindSpore, which the loop does without
+    from moe.step import StepResult, TrainingStep
 
 
 class RunObserver(Protocol):
@@ -138,11 +140,11 @@ class Trainer:
         stop: threading.Event,
         steps_limit: int | None = None,
         first_step: int = 0,
-        save: SavePlan | None = None,
+        saves: Saves | None = None,
         world: World | None = None,
         data_parallel: int = 1,
     ) -> None:
-        """`first_step`: steps done before, in the run that is continued; `save` wants a store.
+        """`first_step`: steps done before, in the run that is continued; `saves` wants a store.
 
         With several ranks in `world` all of them run a trainer, and they end together;
         `data_parallel` of them read other rows of each batch.
@@ -157,8 +159,9 @@ class Trainer:
         self._stop = stop
         self.num_steps = train.steps if steps_limit is None else min(steps_limit, train.steps)
         self._first_step = first_step
-        self._save = save
+        self._saves = saves
         self._saved_step: int | None = first_step if first_step else None
+        self._asked_step: int | None = None  # that will answer a request
         self._world = world or SingleRank()
         self._data_parallel = data_parallel
         self._lanes = LaneCounter(engine, store, self._world)
@@ -166,13 +169,12 @@ class Trainer:
 
     def run(self) -> None:
         """Train; raises Stopped or NumericAlarm after the step that saw the reason."""
-        if self._save is not None and self._save.every and self._saved_step is None:
+        if self._saves is not None and self._saves.plan.periodic and self._saved_step is None:
             self._commit(0)
+        save = self._border(self._first_step)
         for number in range(self._first_step + 1, self.num_steps + 1):
-            self._one(number)
-            if self._any_stops():
-                self._commit(number)
-                raise Stopped(f"stopped after step {number} of {self.num_steps}, as asked")
+            self._one(number, save)
+            save = self._border(number)
             interval = self._train.eval_interval
             if number == self.num_steps or (interval and number % interval == 0):
                 self._evaluate(number)
@@ -181,39 +183,67 @@ class Trainer:
         self._commit(max(self.num_steps, self._first_step))
         self.totals.weights_digest = weights_digest(self._engine, self._world)
 
-    def _any_stops(self) -> bool:
-        """Whether any rank was asked to stop: then all do."""
-        asked = np.array([self._stop.is_set()], np.uint8)
-        self._world.all_reduce(asked, MAX)
-        return bool(asked[0])
+    def _border(self, number: int) -> bool:
+        """What all ranks do after step `number`, by one collective: whether to save the next step.
 
-    def _one(self, number: int) -> None:
+        Commits and raises Stopped when any rank was asked to stop.
+        """
+        flags = np.array([self._stop.is_set(), False, False], np.uint8)
+        if self._saves is not None and self._world.rank == 0:
+            flags[1] = self._saves.is_overdue()
+            flags[2] = self._saves.is_asked(self._observer.on_message)
+        self._world.all_reduce(flags, MAX)
+        stops, overdue, asked = map(bool, flags)
+        self._answer()
+        if asked and self._asked_step is None:
+            is_last = stops or number >= self.num_steps
+            self._asked_step = number if is_last else number + 1
+        if stops:
+            self._commit(number)
+            raise Stopped(f"stopped after step {number} of {self.num_steps}, as asked")
+        return overdue or asked
+
+    def _one(self, number: int, save: bool) -> None:
         started = seconds()
         batch = self._batches.next()
         # A step skipped for overflow is not a step of the schedule.
         rate = learning_rate(self._engine.optimizer_step + 1, self._train.steps, self._optimizer)
         commit = None
-        if self._save is not None and self._save.every and number % self._save.every == 0:
+        if self._saves is not None and (save or self._saves.plan.counts(number)):
             commit = self._state(number)
             self._saved_step = number
+            self._saves.saved()
         result = self._step.train(batch.tokens, batch.targets, rate, commit)
         spent = seconds() - started
         self._record(number, batch.tokens.size * self._data_parallel, rate, spent, result)
 
     def _state(self, number: int) -> dict[str, Any]:
         """What a run needs, besides the engine's state, to go on after step `number`."""
-        assert self._save is not None
-        return {"step": number, "cursor": self._batches.cursor.to_json(), **self._save.facts}
+        assert self._saves is not None
+        cursor = self._batches.cursor.to_json()
+        return {"step": number, "cursor": cursor, **self._saves.plan.facts}
 
     def _commit(self, number: int) -> None:
         """Commit the state after step `number`, if there is a store; blocks until durable."""
         self._engine.drain()
-        if self._save is None:
+        if self._saves is None:
             return
         if self._saved_step != number:
             self._saved_step = number
             self._engine.commit(self._state(number))
+            self._saves.saved()
         self._engine.commits.wait()
+        self._answer()
+
+    def _answer(self) -> None:
+        """Tell whoever asked for a save that it is there."""
+        if self._asked_step is None:
+            return
+        published = self._engine.commits.last_step
+        last = self._first_step if published is None else published
+        if last >= self._asked_step:
+            self._asked_step = None
+            self._observer.on_message(f"save-now: step {last} is saved")
 
     def _record(
         self, number: int, tokens: int, rate: float, spent: float, result: StepResult

@@ -89,8 +89,10 @@ def test_overrides_change_the_preset() -> None:
         ("offload.pipeline=async", "allowed is overlap, sync"),
         ("offload.codec=zstd", "offload.codec = 'zstd' is not possible: allowed is none, lz4"),
         ("offload.durability=always", "allowed is step, checkpoint, none"),
-        ("offload.durability=checkpoint", "train.save_steps = 0 contradict each other"),
-        ("train.save_steps=5", "offload.durability = none and train.save_steps = 5 contradict"),
+        ("offload.durability=checkpoint", "train.save_minutes = 0 contradict each other"),
+        ("train.save_steps=5", "offload.durability = none and train.save_steps = 5, train."),
+        ("train.save_minutes=5", "train.save_minutes = 5 contradict each other"),
+        ("train.save_minutes=-1", "train.save_minutes = -1.0 is not possible"),
         ("offload.keep_in_store=0", "offload.keep_in_store = 0 is not possible"),
         ("offload.nvme.path=[]", "allowed is the path of a directory, or a list of such paths"),
         ("offload.nvme.path=[a, a]", "allowed is each directory once"),
@@ -190,3 +192,9 @@ def test_exact_sizes_are_read_back_exactly(nbytes: int) -> None:
 
 def test_size_keys_exist() -> None:
     assert set(dotted_keys(RunConfig)) >= SIZE_KEYS
+
+
+def test_checkpoints_may_be_counted_in_steps_or_minutes() -> None:
+    for overrides in (["train.save_minutes=0.5"], ["train.save_steps=2"]):
+        both = [*overrides, "offload.durability=checkpoint"]
+        assert load_config("tiny-moe", both).offload.durability == "checkpoint"
