@@ -10,13 +10,15 @@ from __future__ import annotations
 import errno
 import os
 import re
+import stat
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 from offload.nvme.aligned import AccessMode, aligned_buffer
 from offload.nvme.directory import DATA_FILE_NAME
-from offload.nvme.files import OsDirectoryFiles, OsFile, describe_os_error
+from offload.nvme.files import OsDirectoryFiles, OsFile, StorageFile, describe_os_error
 from offload.nvme.lock import LOCK_FILE_NAME, Owner, Watch
 from offload.nvme.manifest import Manifest
 from offload.nvme.members import MEMBER_FILE_NAME, read_member
@@ -25,8 +27,16 @@ from offload.nvme.table import StoredBlock
 from offload.nvme.verify import BlockReader, Damage
 from ops.errors import ConfigError, StorageError
 
+REQUEST_BYTES = 4 << 20
 _READERS = 4
 _RANK_NAME = re.compile(r"rank-[0-9]{5}")
+
+
+def num_ranks_of(meta: Mapping[str, Any]) -> int:
+    """How many ranks made the commit with this `meta`; 1 where it does not say."""
+    run = meta.get("run")
+    ranks = run.get("ranks") if isinstance(run, Mapping) else None
+    return ranks if type(ranks) is int and ranks > 0 else 1
 
 
 def find_stores(paths: Sequence[str]) -> list[list[str]]:
@@ -64,13 +74,16 @@ class InspectedStore:
     `notes` says what else is there, `damaged` whether a manifest is damaged or gone.
     """
 
-    def __init__(self, directories: Sequence[str]) -> None:
+    def __init__(self, directories: Sequence[str], newest: int | None = None) -> None:
         """Read the manifests; may block for reading them.
 
+        With `newest` only commits up to that generation are looked at: what other ranks have not
+        published, or a run that went on has added.
         Raises ConfigError when `directories` are not those of one store, StorageError when there
         are manifests, but none can be used.
         """
         self.directories = list(directories)
+        self._newest = newest
         self.store_id = ""
         self.commits: tuple[FoundCommit, ...] = ()
         self.notes: tuple[str, ...] = ()
@@ -123,19 +136,18 @@ class InspectedStore:
         """
         if not self.commits:
             return
-        access, paths = self._access(), [os.path.join(x, DATA_FILE_NAME) for x in self.directories]
-        files: list[_ReadOnlyFile] = []
+        access, files = self.open_data()
         local = threading.local()
 
         def read(item: tuple[str, StoredBlock]) -> tuple[str, int, list[Damage]]:
             if not hasattr(local, "reader"):
-                local.reader = BlockReader(files, access)
+                memory = aligned_buffer(REQUEST_BYTES, access.alignment_bytes).data
+                local.reader = BlockReader(files, access, memory)
             steps = list(local.reader.chunks(*item))
             damage = [x for _, x in steps if x is not None]
             return item[0], sum(nbytes for nbytes, _ in steps), damage
 
         try:
-            files += [_open_read_only(path, access.direct) for path in paths]
             with ThreadPoolExecutor(_READERS) as pool:
                 try:
                     for item, found in zip(self.versions, pool.map(read, self.versions)):
@@ -145,6 +157,42 @@ class InspectedStore:
         finally:
             for file in files:
                 file.close()
+
+    def open_data(self) -> tuple[AccessMode, list[StorageFile]]:
+        """The data files, read only, and how to read them; the caller closes them.
+
+        Raises StorageError when one cannot be opened, is a link or no plain file.
+        """
+        access = self._access()
+        files: list[StorageFile] = []
+        try:
+            for directory in self.directories:
+                path = os.path.join(directory, DATA_FILE_NAME)
+                files.append(_open_read_only(path, access.direct))
+        except BaseException:
+            for file in files:
+                file.close()
+            raise
+        return access, files
+
+    def is_retained(self, generation: int) -> bool:
+        """Whether the manifests that are there now keep the extents of `generation`.
+
+        What came after it counts only if it could have been published: with several ranks a
+        manifest may be newer than the record of commits, which is not looked at here.
+        """
+        try:
+            slots = read_slots(self.directory, self._files)
+        except OSError:
+            return False
+        manifests = [
+            x.manifest for x in slots if x.manifest and x.manifest.store_id == self.store_id
+        ]
+        if generation not in {manifest.generation for manifest in manifests}:
+            return False
+        newest = max(manifests, key=lambda manifest: manifest.generation)
+        is_listed = generation == newest.generation or generation in newest.retained
+        return is_listed or num_ranks_of(newest.meta) > 1
 
     def _read(self) -> None:
         member = read_member(self.directory, self._files)
@@ -156,7 +204,7 @@ class InspectedStore:
         try:
             slots = read_slots(self.directory, self._files)
             store_id = member.store_id if member else None
-            found = choose_commits(slots, store_id, self._check, lambda blocks: None)
+            found = choose_commits(slots, store_id, self._check, lambda blocks: None, self._newest)
         except StorageError as error:
             raise StorageError(str(error), path=self.directory) from error
         if found is not None:
@@ -203,7 +251,11 @@ class _ReadOnlyFile(OsFile):
 
     def __init__(self, path: str, direct: bool) -> None:
         self._path = path
-        self._fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | (os.O_DIRECT if direct else 0))
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK  # a pipe must not keep us waiting
+        self._fd = os.open(path, flags | (os.O_DIRECT if direct else 0))
+        if not stat.S_ISREG(os.fstat(self._fd).st_mode):
+            os.close(self._fd)
+            raise OSError(errno.EINVAL, "not a plain file", path)
 
 
 def _open_read_only(path: str, direct: bool) -> _ReadOnlyFile:

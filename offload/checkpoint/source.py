@@ -1,0 +1,345 @@
+"""One rank's part of a commit, read only: named blocks, verified chunk by chunk.
+
+A chunk is 1 MiB of a block (`ops/checksum.py`). Whoever asks gets its decoded bytes, and never any
+that did not verify: so what is read is right even while a run goes on and replaces it.
+
+Invariants: nothing of the store is written but a hold (`offload/nvme/hold.py`); memory is bounded
+by the buffers of a `ReadAhead`, which parts may share; a request reads at most 4 MiB. Knows blocks,
+not units.
+
+Threads: one part is used by one thread at a time; requests are made on the threads of `ReadAhead`.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from types import MappingProxyType
+from typing import Any, TypeVar
+
+from offload.nvme.aligned import aligned_buffer
+from offload.nvme.files import describe_os_error
+from offload.nvme.hold import Hold
+from offload.nvme.inspect import REQUEST_BYTES, InspectedStore
+from offload.nvme.table import StoredBlock
+from offload.nvme.verify import BlockReader, Damage
+from ops.checksum import CHUNK_BYTES, num_chunks
+from ops.codec import CorruptFrame, decode_frame
+from ops.errors import StorageError
+
+log = logging.getLogger(__name__)
+
+REQUEST_CHUNKS = REQUEST_BYTES // CHUNK_BYTES
+_READERS = 6
+_BUFFERS = 7  # one is being used while all readers read: 28 MiB
+_ATTEMPTS_MAX = 16
+_ALIGNMENT_BYTES = 1 << 20  # the largest a store may have
+
+T = TypeVar("T")
+
+
+class ReadAhead:
+    """Reading threads and their buffers, taken when first needed; several parts may share one.
+
+    Any thread may call. The threads end with the last part.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._num_parts = 0
+        self._pool: ThreadPoolExecutor | None = None
+        self._idle: list[memoryview] = []
+        self._num_made = 0
+
+    def take(self, at_most: int) -> list[memoryview]:
+        """Idle buffers of a request, at least one: where all are in use, an additional one."""
+        with self._lock:
+            while len(self._idle) < at_most and self._num_made < _BUFFERS:
+                self._idle.append(aligned_buffer(REQUEST_BYTES, _ALIGNMENT_BYTES).data)
+                self._num_made += 1
+            taken, self._idle = self._idle[:at_most], self._idle[at_most:]
+        return taken or [aligned_buffer(REQUEST_BYTES, _ALIGNMENT_BYTES).data]
+
+    def give_back(self, buffers: Sequence[memoryview]) -> None:
+        """Let others use `buffers`, into which nobody reads any more."""
+        with self._lock:
+            self._idle = [*self._idle, *buffers][:_BUFFERS]
+
+    def submit(self, call: Callable[..., T], *arguments: Any) -> Future[T]:
+        """Run `call` on a reading thread."""
+        with self._lock:
+            if self._pool is None:
+                self._pool = ThreadPoolExecutor(_READERS, "checkpoint-reader")
+            return self._pool.submit(call, *arguments)
+
+    def join(self) -> None:
+        """Count one more part that reads."""
+        with self._lock:
+            self._num_parts += 1
+
+    def leave(self) -> None:
+        """Count one part less; the last one ends the threads, after what they have begun."""
+        with self._lock:
+            self._num_parts -= 1
+            if self._num_parts:
+                return
+            pool, self._pool = self._pool, None
+        if pool is not None:
+            pool.shutdown()
+
+
+class CommitPart:
+    """One rank's part of a commit. `bytes_read` and `chunks_read` count what the drive was asked
+    for: stored bytes, padding not included.
+    """
+
+    def __init__(
+        self,
+        directories: Sequence[str],
+        generation: int | None = None,
+        *,
+        hold: bool = False,
+        read_ahead: ReadAhead | None = None,
+    ) -> None:
+        """Open generation `generation` (None: the newest) of the store in `directories`: this
+        rank's directory under each of the store's paths, in their order.
+
+        With `hold` a run that owns the store, now or later, keeps the commit while it has room. If
+        nobody owns it and there is no `hold`, nobody can until `close`. Small I/O. Raises
+        ConfigError when these are not the directories of one store, StorageError when the commit is
+        not there or has been superseded.
+        """
+        self._hold: Hold | None = None
+        self._store, commit = self._open(list(directories), generation, hold)
+        self.store_id = self._store.store_id
+        self.generation = commit.generation
+        self.meta: Mapping[str, Any] = commit.meta
+        self.blocks: Mapping[str, StoredBlock] = MappingProxyType(commit.blocks)
+        self.bytes_read = 0
+        self.chunks_read = 0
+        try:
+            self._access, self._files = self._store.open_data()
+        except BaseException:
+            self._leave()
+            raise
+        if self._hold is not None:
+            self._store.close()  # owners may come: they will see the hold
+        self._read_ahead = read_ahead or ReadAhead()
+        self._read_ahead.join()
+        self._single = BlockReader(self._files, self._access)
+        self._decoded = aligned_buffer(CHUNK_BYTES, 1).data
+        self._closed = False
+
+    @property
+    def directories(self) -> list[str]:
+        """Where the part lies."""
+        return list(self._store.directories)
+
+    @property
+    def is_held(self) -> bool:
+        """Whether a hold keeps the commit and has not been broken."""
+        return self._hold is not None and not self._hold.is_broken
+
+    def read_chunk(self, block: str, chunk: int) -> memoryview:
+        """The bytes of one chunk (the last one of a block is shorter), valid until the next call.
+
+        Blocks for one request. Raises StorageError naming path, offset and block when it does not
+        verify; ValueError for a chunk that the block does not have.
+        """
+        stored = self._stored(block)
+        self._check_chunks(block, stored, [chunk])
+        (found,) = self._single.read(block, stored, chunk, 1)
+        return self._content(block, stored, chunk, found)
+
+    def read_chunks(self, block: str, chunks: Sequence[int]) -> Iterator[tuple[int, memoryview]]:
+        """(number, bytes) of each of `chunks`, which ascend; bytes are valid until the next step.
+
+        Neighbours are read together and ahead of the caller. Blocks while a request is in flight.
+        Raises as `read_chunk`, here or when the chunk's turn comes.
+        """
+        stored = self._stored(block)
+        self._check_chunks(block, stored, chunks)
+        return self._read_in_order(block, stored, requests_of(chunks))
+
+    def stored_chunks(
+        self, block: str, first: int, num: int, buffer: memoryview
+    ) -> list[memoryview]:
+        """Chunks `[first, first + num)` of `block` as they are stored, verified, not decoded.
+
+        They lie in `buffer`: aligned memory of at least `num` MiB. Any thread may call. Raises as
+        `read_chunk`.
+        """
+        stored = self._stored(block)
+        reader = BlockReader(self._files, self._access, buffer)
+        found = reader.read(block, stored, first, num)
+        return [self._verified(stored, item) for item in found]
+
+    def close(self) -> None:
+        """Give up the hold and close the files; again: nothing. No iterator may be in use."""
+        if self._closed:
+            return
+        self._closed = True
+        self._read_ahead.leave()
+        for file in self._files:
+            file.close()
+        self._leave()
+
+    def __enter__(self) -> CommitPart:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _open(
+        self, directories: list[str], generation: int | None, hold: bool
+    ) -> tuple[InspectedStore, Any]:
+        """The store and the commit; with `hold`, held before the manifests were last read."""
+        for _ in range(_ATTEMPTS_MAX):
+            store = InspectedStore(directories, generation)
+            try:
+                if not store.commits:
+                    raise StorageError("the store has no commit", path=store.directory)
+                commit = store.commits[0]
+                if generation not in (None, commit.generation):
+                    raise _superseded(store, generation)
+                if hold:
+                    self._hold = _place(store.directory, commit.generation)
+                is_sure = generation is None and self._hold is None
+                if is_sure or store.is_retained(commit.generation):
+                    return store, commit
+                if generation is not None:
+                    raise _superseded(store, generation)
+            except BaseException:
+                store.close()
+                self._release()
+                raise
+            # A newer commit was published between reading the manifests and the hold.
+            store.close()
+            self._release()
+        raise StorageError("commits are published faster than one can be held", path=directories[0])
+
+    def _read_in_order(
+        self, block: str, stored: StoredBlock, requests: Sequence[tuple[int, int]]
+    ) -> Iterator[tuple[int, memoryview]]:
+        if not requests:
+            return
+        rest = iter(requests)
+        buffers = self._read_ahead.take(len(requests))
+        readers = [BlockReader(self._files, self._access, buffer) for buffer in buffers]
+        reading: deque[tuple[int, BlockReader, Future[list[memoryview | Damage]]]] = deque()
+
+        def start(reader: BlockReader, first: int, num: int) -> None:
+            future = self._read_ahead.submit(reader.read, block, stored, first, num)
+            reading.append((first, reader, future))
+
+        try:
+            for reader, request in zip(readers, rest):
+                start(reader, *request)
+            while reading:
+                first, reader, future = reading.popleft()
+                for chunk, found in enumerate(future.result(), first):
+                    yield chunk, self._content(block, stored, chunk, found)
+                for request in rest:
+                    start(reader, *request)
+                    break
+        finally:
+            wait([future for _, _, future in reading])  # until then they fill the buffers
+            self._read_ahead.give_back(buffers)
+
+    def _content(
+        self, block: str, stored: StoredBlock, chunk: int, found: memoryview | Damage
+    ) -> memoryview:
+        """The decoded bytes of a chunk that was read."""
+        data = self._verified(stored, found)
+        self.bytes_read += data.nbytes
+        self.chunks_read += 1
+        if stored.encoded_bytes is None or not stored.encoded_bytes[chunk]:
+            return data
+        place = self._decoded[: min(CHUNK_BYTES, stored.nbytes - chunk * CHUNK_BYTES)]
+        try:
+            decode_frame(data, place)
+        except CorruptFrame as error:  # written so: its checksum is right
+            drive, offset, _ = stored.locate(chunk * CHUNK_BYTES)
+            path = self._files[drive].path
+            raise StorageError(
+                f"encoded frame: {error}", path=path, offset=offset, block=block
+            ) from error
+        return place
+
+    def _verified(self, stored: StoredBlock, found: memoryview | Damage) -> memoryview:
+        if isinstance(found, memoryview):
+            return found
+        where: dict[str, Any] = {"path": found.path, "offset": found.offset, "block": found.block}
+        if self._hold is not None and self._hold.is_broken:
+            raise StorageError(
+                f"commit {self.generation} was given up while it was read: the run that owns the "
+                "store needed its room; raise offload.nvme.capacity or offload.keep_in_store, or "
+                "read a newer commit",
+                **where,
+            )
+        if self._hold is None and not self._store.is_retained(self.generation):
+            raise _superseded(self._store, self.generation)
+        raise StorageError(found.reason, **where)
+
+    def _stored(self, block: str) -> StoredBlock:
+        stored = self.blocks.get(block)
+        if stored is None:
+            raise StorageError(
+                f"commit {self.generation} has no such block",
+                path=self._store.directory,
+                block=block,
+            )
+        return stored
+
+    def _check_chunks(self, block: str, stored: StoredBlock, chunks: Sequence[int]) -> None:
+        total, before = num_chunks(stored.nbytes), -1
+        for chunk in chunks:
+            if not before < chunk < total:
+                raise ValueError(
+                    f"chunk {chunk} of block {block!r} behind {before}; there are {total}"
+                )
+            before = chunk
+
+    def _release(self) -> None:
+        if self._hold is not None:
+            self._hold.release()
+            self._hold = None
+
+    def _leave(self) -> None:
+        self._release()
+        self._store.close()
+
+
+def requests_of(chunks: Sequence[int]) -> list[tuple[int, int]]:
+    """Runs (first, number) of neighbours among ascending `chunks`, each at most a request long."""
+    requests: list[tuple[int, int]] = []
+    for chunk in chunks:
+        if requests and chunk == sum(requests[-1]) and requests[-1][1] < REQUEST_CHUNKS:
+            requests[-1] = (requests[-1][0], requests[-1][1] + 1)
+        else:
+            requests.append((chunk, 1))
+    return requests
+
+
+def _place(directory: str, generation: int) -> Hold | None:
+    """A hold, or None (and a warning) where there can be none."""
+    try:
+        return Hold.place(directory, generation)
+    except OSError as error:
+        log.warning(
+            "%s: commit %d is read without a hold (%s): a run that goes on may replace it",
+            directory,
+            generation,
+            describe_os_error(error),
+        )
+        return None
+
+
+def _superseded(store: InspectedStore, generation: int | None) -> StorageError:
+    return StorageError(
+        f"commit {generation} is not in this store any more: a newer one has superseded it",
+        path=store.directory,
+    )
