@@ -9,7 +9,8 @@
 4. rename it to a slot that holds no retained commit;
 5. fsync the directory: from here on, this commit is the one that opens;
 6. with other ranks: wait until all of them have come here and the record of all is durable;
-7. forget the commit beyond `keep_commits`: its extents may be written again.
+7. let go of the commit beyond `keep_commits`: its extents may be written again, at once or, if a
+   reader holds it (`offload/nvme/hold.py`), when the reader is done or the room is needed.
 
 A crash before 5 leaves the older commit, whose extents nobody has touched, or the new one, which is
 whole since 3. The first failed step is latched like any I/O failure: nothing is tried again (after
@@ -31,6 +32,7 @@ from typing import Any
 from offload.nvme.directory import remove_files
 from offload.nvme.files import StorageFile, describe_os_error
 from offload.nvme.handle import Handle
+from offload.nvme.hold import break_holds, held_generations
 from offload.nvme.manifest import Manifest, encode_manifest, json_data
 from offload.nvme.members import replace_file
 from offload.nvme.opening import OpenedStore
@@ -101,6 +103,7 @@ class Commits:
     keep_commits: int
     recovered: CommitRecord | None = None
     _retained: list[_Retained] = field(default_factory=list)  # oldest first
+    _held: list[_Retained] = field(default_factory=list)  # superseded, kept for readers alone
     _cuts: list[CommitCut] = field(default_factory=list)  # neither published nor abandoned
     _slots: set[int] = field(default_factory=set)  # that have a file
     _generation: int = 0
@@ -111,6 +114,9 @@ class Commits:
         found = self.opened.found
         if found is None:
             return
+        kept = {commit.generation for commit in found.commits}
+        # What an earlier owner kept for a reader, no manifest protects: its room is free now.
+        break_holds(self._directory, lambda x: x not in kept, self.opened.directory_files)
         try:
             pins = self.table.adopt([commit.blocks for commit in found.commits])
         except ValueError as error:
@@ -193,22 +199,55 @@ class Commits:
                 self.queue.changed.notify_all()
             raise
         record = CommitRecord(generation, cut.meta, len(cut.blocks))
+        wanted = held_generations(self._directory, self.opened.directory_files)
         with self.queue.lock:
             self._generation = generation
             self._slots.add(slot)
             self._settle(cut, _State.PUBLISHED)
             self._retained.append(_Retained(record, slot, cut._retained))
-            for commit in self._retained[: -self.keep_commits]:
-                self.table.release(commit.blocks)
+            self._held += self._retained[: -self.keep_commits]
             del self._retained[: -self.keep_commits]
+            self._release_held(wanted)
             self._slots -= surplus
             self._publishing = False
             self.queue.changed.notify_all()
         self._remove_slots(surplus)
         return record
 
-    def describe_use(self) -> str:
-        """The bytes in use, by who needs them, for a refusal. Wants the lock; O(blocks)."""
+    def break_oldest_hold(self) -> bool:
+        """Free the oldest commit that only its readers keep, if there is one. Wants the lock.
+
+        Blocks for looking at the hold files and removing them, which comes first.
+        """
+        if not self._held:
+            return False
+        wanted = held_generations(self._directory, self.opened.directory_files)
+        generation = self._held[0].record.generation
+        if generation not in wanted:
+            self._release_held(wanted)
+            return True
+        log.warning(
+            "%s: commit %d is given up while it is being read: its room is needed",
+            self._directory,
+            generation,
+        )
+        break_holds(self._directory, lambda x: x == generation, self.opened.directory_files)
+        self._release_held(wanted - {generation})
+        return True
+
+    def no_room(self, path: str, block: str, wanted_bytes: int) -> StorageError:
+        """The refusal of a write for which there is no room. Wants the lock; O(blocks)."""
+        allocator = self.table.allocator
+        return StorageError(
+            f"offload.nvme.capacity: {allocator.capacity_bytes} bytes, of which "
+            f"{allocator.used_bytes} are in use ({self._describe_use()}); raise the capacity",
+            path=path,
+            block=block,
+            wanted_bytes=wanted_bytes,
+        )
+
+    def _describe_use(self) -> str:
+        """The bytes in use, by who needs them."""
         seen: set[int] = set()
 
         def new_bytes(versions: Iterable[StoredBlock]) -> int:
@@ -231,6 +270,13 @@ class Commits:
     @property
     def _directory(self) -> str:
         return self.opened.directories[0]
+
+    def _release_held(self, wanted: set[int]) -> None:
+        """Free superseded commits but for the `wanted` generations. Wants the lock."""
+        for commit in self._held:
+            if commit.record.generation not in wanted:
+                self.table.release(commit.blocks)
+        self._held = [x for x in self._held if x.record.generation in wanted]
 
     def _settle(self, cut: CommitCut, state: _State) -> None:
         cut._state = state

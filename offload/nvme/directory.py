@@ -14,6 +14,7 @@ import stat
 from collections.abc import Iterable, Sequence
 
 from offload.nvme.files import DirectoryFiles, describe_os_error
+from offload.nvme.hold import remove_holds
 from offload.nvme.lock import OwnerLock
 from offload.nvme.members import MEMBER_FILE_NAME, TEMPORARY_SUFFIX
 from offload.nvme.recovery import slot_index
@@ -156,6 +157,7 @@ def delete_store_files(directories: Sequence[str], files: DirectoryFiles) -> Non
         files.sync_directory(directory)
         own = (DATA_FILE_NAME, MEMBER_FILE_NAME)
         remove_files(directory, (x for x in names if x in own or is_temporary(x)), files)
+        remove_holds(directory, names, files)
 
 
 def remove_files(directory: str, names: Iterable[str], files: DirectoryFiles) -> None:

@@ -11,9 +11,11 @@ Invariants: no file is opened or closed per transfer; nothing here retries an er
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import os
+import stat
 import threading
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -321,15 +323,19 @@ class OsDirectoryFiles:
         os.unlink(path)
 
     def list(self, directory: str) -> dict[str, int]:
+        found = {}
         with os.scandir(directory) as entries:
-            return {
-                entry.name: entry.stat(follow_symlinks=False).st_size
-                for entry in entries
-                if entry.is_file(follow_symlinks=False)
-            }
+            for entry in entries:
+                with contextlib.suppress(FileNotFoundError):  # removed meanwhile
+                    if entry.is_file(follow_symlinks=False):
+                        found[entry.name] = entry.stat(follow_symlinks=False).st_size
+        return found
 
     def read_file(self, path: str, nbytes_max: int) -> bytes:
-        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        with os.fdopen(fd, "rb") as file:
+            if not stat.S_ISREG(os.fstat(fd).st_mode):  # a pipe would keep us waiting
+                raise OSError(errno.EINVAL, "not a plain file", path)
             return file.read(nbytes_max)
 
     def _sync(self, path: str, flag: int) -> None:

@@ -32,6 +32,7 @@ from offload.nvme.directory import (
 )
 from offload.nvme.extents import ExtentAllocator
 from offload.nvme.files import DirectoryFiles, OpenFile, StorageFile
+from offload.nvme.hold import remove_holds
 from offload.nvme.lock import OwnerLock
 from offload.nvme.manifest import Manifest
 from offload.nvme.members import MEMBER_FILE_NAME, Member, read_member, write_member
@@ -198,6 +199,7 @@ class Opening:
                 log.warning("%s: discarded %s", directory, self._newest_commit(directory))
             leftovers = slots + list(filter(is_temporary, lengths))
             remove_files(directory, leftovers, self.directory_files)
+            remove_holds(directory, lengths, self.directory_files)
             if leftovers:
                 self.directory_files.sync_directory(directory)
 

@@ -389,19 +389,14 @@ class NvmeStore:
             stored = self._table.reserve(length_bytes, version, transient)
             if stored is not None:
                 return stored
-            if self._order.num_submitted == 0 and not self._commits.may_free_room:
-                break
+            if not self._commits.may_free_room:
+                # Readers yield to the run before it waits for anything but a publish.
+                if self._commits.break_oldest_hold():
+                    continue
+                if self._order.num_submitted == 0:
+                    raise self._commits.no_room(self._file.path, block, length_bytes)
             self._queue.changed.wait()
             self._queue.check()
-        allocator = self._table.allocator
-        raise StorageError(
-            f"offload.nvme.capacity: {allocator.capacity_bytes} bytes, of which "
-            f"{allocator.used_bytes} are in use ({self._commits.describe_use()}); raise the "
-            "capacity",
-            path=self._file.path,
-            block=block,
-            wanted_bytes=length_bytes,
-        )
 
     def _check_length(self, block: str, wanted_bytes: int) -> None:
         length_bytes = self._order.length_of(block)

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import errno
+import os
 from itertools import pairwise
 
 import pytest
 
-from offload.nvme.files import Preallocator, open_os_file, read_fully, write_fully
+from offload.nvme.files import (
+    OsDirectoryFiles,
+    Preallocator,
+    open_os_file,
+    read_fully,
+    write_fully,
+)
 from offload.testing_storage import AlignmentFile, Fault, FaultyFile, filled_buffer
 from ops.errors import StorageError
 
@@ -189,3 +196,32 @@ def test_a_file_system_without_fallocate_is_left_alone(faulty):
     room.ensure(4096, "block", 0, 4096)
     room.ensure(STEP_BYTES, "block", 0, 4096)
     assert file.num_calls["allocate"] == 1
+
+
+def test_a_pipe_in_the_place_of_a_small_file_is_refused_at_once(tmp_path):
+    # C68
+    os.mkfifo(tmp_path / "member.json")
+    with pytest.raises(OSError, match="not a plain file"):
+        OsDirectoryFiles().read_file(str(tmp_path / "member.json"), 10)
+
+
+def test_a_file_that_vanishes_while_its_directory_is_listed_is_not_listed(tmp_path, monkeypatch):
+    # A reader's hold file ended a run's look into its directory, when it went between two steps.
+    for name in "ab":
+        (tmp_path / name).write_text(name)
+    scandir = os.scandir
+
+    class Entries:
+        def __init__(self, path):
+            self.entries = scandir(path)
+
+        def __enter__(self):
+            found = list(self.entries)
+            (tmp_path / "a").unlink()
+            return found
+
+        def __exit__(self, *error):
+            self.entries.close()
+
+    monkeypatch.setattr(os, "scandir", Entries)
+    assert OsDirectoryFiles().list(str(tmp_path)) == {"b": 1}
