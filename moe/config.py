@@ -103,6 +103,7 @@ class TrainConfig:
     eval_interval: int = 0
     save_steps: int = 0
     save_minutes: float = 0.0
+    alarm_multiple: float = 0.0
     eval_batches: int = 8
     freeze: list[str] = field(default_factory=list)
 
@@ -114,6 +115,10 @@ class TrainConfig:
         check_int("train.eval_interval", self.eval_interval, low=0)
         check_int("train.save_steps", self.save_steps, low=0)
         check_float("train.save_minutes", self.save_minutes, low=0.0)
+        check_float("train.alarm_multiple", self.alarm_multiple, low=0.0)
+        if 0 < self.alarm_multiple <= 1:
+            allowed = "allowed is 0 (off) or a number above 1"
+            raise refuse("train.alarm_multiple", self.alarm_multiple, allowed)
         check_int("train.eval_batches", self.eval_batches, low=1)
         if not all(isinstance(pattern, str) and pattern for pattern in self.freeze):
             raise refuse("train.freeze", self.freeze, "allowed is a list of unit names or patterns")

@@ -82,6 +82,7 @@ class TrainingStep:
         `sequences` is a multiple of `train.micro_batch_size`, at most `train.batch_sequences`; it
         may differ from rank to rank. Losses and gradients are means over the sequences and tokens
         of all ranks. With `commit` (JSON data) the step is committed once the updates are applied.
+        Nothing is updated when the loss or a gradient is not finite.
         Raises ValueError for another number of sequences, or when no rank has any.
         """
         chunks = self._chunks(tokens, targets)
@@ -100,9 +101,9 @@ class TrainingStep:
             else:
                 scale = self._engine.scaler.scale
                 self._backward.run(inputs, wanted, scale, batch_tokens, batch_sequences)
-        outcome = self._engine.finish_step(learning_rate, commit)
         token_loss, balance, z = self._over_ranks(sums.token_loss, sums.balance, sums.z)
         loss = np.float32(token_loss / batch_tokens)
+        outcome = self._engine.finish_step(learning_rate, commit, sound=bool(np.isfinite(loss)))
         return StepResult(loss, balance / batch_sequences, z / batch_sequences, outcome)
 
     def evaluate(self, tokens: np.ndarray, targets: np.ndarray) -> float:

@@ -9,10 +9,11 @@ import math
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import numpy as np
 
+from moe.alarm import NumericWatch
 from moe.config import TrainConfig
 from moe.data.stream import BatchStream, Sequences
 from moe.digest import weights_digest
@@ -162,6 +163,7 @@ class Trainer:
         self._saves = saves
         self._saved_step: int | None = first_step if first_step else None
         self._asked_step: int | None = None  # that will answer a request
+        self._watch = NumericWatch(train.alarm_multiple)
         self._world = world or SingleRank()
         self._data_parallel = data_parallel
         self._lanes = LaneCounter(engine, store, self._world)
@@ -173,8 +175,8 @@ class Trainer:
             self._commit(0)
         save = self._border(self._first_step)
         for number in range(self._first_step + 1, self.num_steps + 1):
-            self._one(number, save)
-            save = self._border(number)
+            alarm = self._one(number, save)
+            save = self._border(number, alarm)
             interval = self._train.eval_interval
             if number == self.num_steps or (interval and number % interval == 0):
                 self._evaluate(number)
@@ -183,27 +185,43 @@ class Trainer:
         self._commit(max(self.num_steps, self._first_step))
         self.totals.weights_digest = weights_digest(self._engine, self._world)
 
-    def _border(self, number: int) -> bool:
+    def _border(self, number: int, alarm: str | None = None) -> bool:
         """What all ranks do after step `number`, by one collective: whether to save the next step.
 
-        Commits and raises Stopped when any rank was asked to stop.
+        Commits, and raises Stopped or NumericAlarm, when any rank was asked to stop or has an
+        `alarm`.
         """
-        flags = np.array([self._stop.is_set(), False, False], np.uint8)
+        flags = np.array([self._stop.is_set(), False, False, alarm is not None], np.uint8)
         if self._saves is not None and self._world.rank == 0:
             flags[1] = self._saves.is_overdue()
             flags[2] = self._saves.is_asked(self._observer.on_message)
         self._world.all_reduce(flags, MAX)
-        stops, overdue, asked = map(bool, flags)
+        stops, overdue, asked, alarmed = map(bool, flags)
         self._answer()
         if asked and self._asked_step is None:
-            is_last = stops or number >= self.num_steps
+            is_last = stops or alarmed or number >= self.num_steps
             self._asked_step = number if is_last else number + 1
+        if alarmed:
+            self._give_up(number, alarm or f"step {number}: another rank has a numeric alarm")
         if stops:
             self._commit(number)
             raise Stopped(f"stopped after step {number} of {self.num_steps}, as asked")
         return overdue or asked
 
-    def _one(self, number: int, save: bool) -> None:
+    def _give_up(self, number: int, alarm: str) -> NoReturn:
+        """Commit step `number`, whose batch is used up even if it changed nothing, and raise."""
+        try:
+            self._commit(number)
+        except BaseException:
+            self._observer.on_message(f"warning: {alarm}")
+            raise
+        saved = (
+            "" if self._saves is None else f" Step {number} is saved: --resume goes on after it."
+        )
+        raise NumericAlarm(f"{alarm}{saved}")
+
+    def _one(self, number: int, save: bool) -> str | None:
+        """Make step `number`; the alarm it gives."""
         started = seconds()
         batch = self._batches.next()
         # A step skipped for overflow is not a step of the schedule.
@@ -216,6 +234,13 @@ class Trainer:
         result = self._step.train(batch.tokens, batch.targets, rate, commit)
         spent = seconds() - started
         self._record(number, batch.tokens.size * self._data_parallel, rate, spent, result)
+        outcome = result.outcome
+        alarm = self._watch.look(number, float(result.loss), outcome)
+        if alarm is None and not outcome.applied:
+            self._observer.on_message(
+                f"step {number} skipped: gradients overflowed at loss scale {outcome.loss_scale:g}"
+            )
+        return alarm
 
     def _state(self, number: int) -> dict[str, Any]:
         """What a run needs, besides the engine's state, to go on after step `number`."""
@@ -274,16 +299,6 @@ class Trainer:
                 **moved,
             }
         )
-        if outcome.alarm or (outcome.applied and not math.isfinite(loss)):
-            raise NumericAlarm(
-                f"step {number}: loss {loss} and gradient norm {outcome.grad_norm} are not finite "
-                f"numbers to train on; the weights are those after step {number - 1}. "
-                "Try a lower optimizer.learning_rate or longer optimizer.warmup_steps."
-            )
-        if not outcome.applied:
-            self._observer.on_message(
-                f"step {number} skipped: gradients overflowed at loss scale {outcome.loss_scale:g}"
-            )
 
     def _evaluate(self, number: int) -> None:
         self._engine.drain()

@@ -213,13 +213,16 @@ class OffloadEngine:
             self._pipeline.release(lease)
 
     def finish_step(
-        self, learning_rate: float, commit: Mapping[str, Any] | None = None
+        self, learning_rate: float, commit: Mapping[str, Any] | None = None, *, sound: bool = True
     ) -> StepOutcome:
         """Close the gradients, decide, and queue the updates; returns before they are applied.
 
-        With `commit` (JSON data) this step is committed as soon as its updates are applied.
+        With `commit` (JSON data) this step is committed as soon as its updates are applied. It is
+        not applied when a gradient is not finite, or not `sound` (the loss is not) on any rank:
+        so what is committed was never made of such numbers.
         """
         self.gradients.finish()
+        self.gradients.finite = self.gradients.finite and sound
         norm = self.gradients.norm(self._parts.everyone)
         finite = self.gradients.finite and isfinite(norm)
         scale_before = self.scaler.scale

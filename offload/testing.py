@@ -226,7 +226,9 @@ class ToyRun:
             self.engine.close()
             raise
 
-    def step(self, number: int, rate: float, commit: dict[str, Any] | None = None) -> int:
+    def step(
+        self, number: int, rate: float, commit: dict[str, Any] | None = None, sound: bool = True
+    ) -> int:
         """One training step; returns its checksum "loss"."""
         engine, toy = self.engine, self.toy
         engine.begin(toy.stages())
@@ -248,7 +250,7 @@ class ToyRun:
                 loss = self._lease(f"l{layer}.e{expert}", loss, number)
             loss = self._visit(f"bwd l{layer}", f"l{layer}", loss, number)
         loss = self._visit("bwd embed", "embed", loss, number, use=1)
-        self.outcomes.append(engine.finish_step(rate, commit))
+        self.outcomes.append(engine.finish_step(rate, commit, sound=sound))
         return loss
 
     def evaluate(self) -> int:

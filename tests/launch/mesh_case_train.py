@@ -42,9 +42,9 @@ def before_step(call: Callable[[int, Any], None]) -> None:
 
     original = Trainer._one
 
-    def one(self: Trainer, number: int) -> None:
+    def one(self: Trainer, number: int, save: bool) -> str | None:
         call(number, self)
-        original(self, number)
+        return original(self, number, save)
 
     Trainer._one = one  # type: ignore[method-assign]
 

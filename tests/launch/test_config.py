@@ -92,6 +92,8 @@ def test_overrides_change_the_preset() -> None:
         ("offload.durability=checkpoint", "train.save_minutes = 0 contradict each other"),
         ("train.save_steps=5", "offload.durability = none and train.save_steps = 5, train."),
         ("train.save_minutes=5", "train.save_minutes = 5 contradict each other"),
+        ("train.alarm_multiple=0.5", "allowed is 0 (off) or a number above 1"),
+        ("train.alarm_multiple=-2", "train.alarm_multiple = -2.0 is not possible"),
         ("train.save_minutes=-1", "train.save_minutes = -1.0 is not possible"),
         ("offload.keep_in_store=0", "offload.keep_in_store = 0 is not possible"),
         ("offload.nvme.path=[]", "allowed is the path of a directory, or a list of such paths"),

@@ -120,6 +120,8 @@ def test_a_numeric_alarm_is_exit_4(tmp_path):
     assert "learning_rate" in result.stderr and "Traceback" not in result.stderr
     report = report_of(tmp_path)
     assert report["exit_reason"].startswith("NumericAlarm")
+    assert report["commits"]["last_step"] == report["steps"], "its last step is saved"
+    assert f"Step {report['steps']} is saved" in result.stderr
 
 
 FAULTY = """

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from moe.save_plan import SavePlan
+from offload.config import OptimizerConfig
 from ops.comm.base import World
 from ops.comm.local import run_local
-from ops.errors import Stopped
+from ops.errors import NumericAlarm, Stopped, StorageError
 from tests.moe.toy_trainer import (
     AT_EXIT,
     EVERY_STEP,
+    TOY,
     committed_step,
     tight,
     toy_rank,
     toy_trainer,
 )
+from tests.offload.courses import Course, with_undo
 from tests.offload.watch import hang_guard  # noqa: F401
 
 pytestmark = pytest.mark.usefixtures("hang_guard")
@@ -212,3 +217,112 @@ def test_all_ranks_save_by_the_clock_of_the_first_and_stop_when_any_is_asked(tmp
             return 7, lived.trainer.totals.weights_digest
 
     assert run_local(2, resumed) == run_local(2, whole)
+
+
+SPECULATIVE = OptimizerConfig(
+    learning_rate=1e-2, warmup_steps=3, max_grad_norm=1e9, update_schedule="speculative"
+)
+BAD = 5
+
+
+def bad_loss(number: int, loss: float) -> float:
+    return math.nan if number == BAD else loss
+
+
+def masters(lived: Any) -> dict[str, bytes]:
+    return {tensor.name: values.tobytes() for tensor, values in lived.run.engine.masters()}
+
+
+@pytest.mark.parametrize("optimizer", [None, SPECULATIVE], ids=["chased", "speculative"])
+@pytest.mark.parametrize("plan", [EVERY_STEP, AT_EXIT, ON_REQUEST])
+@pytest.mark.parametrize("what", ["loss", "gradient"])
+def test_what_is_saved_at_an_alarm_was_never_made_of_such_numbers(tmp_path, plan, optimizer, what):
+    """The weights of the step before, the batch after the bad one; and it goes on from there."""
+    durability = "none" if plan is AT_EXIT else "step"
+    toy = replace(TOY, overflow_steps=frozenset({BAD} if what == "gradient" else ()))
+
+    def trainer(folder: str, steps: int = 10) -> Any:
+        config = tight(tmp_path / folder, toy, durability=durability)
+        if optimizer is not None:
+            config = with_undo(Course(toy, optimizer), config)
+        return toy_trainer(config, plan, toy=toy, optimizer=optimizer, steps=steps)
+
+    with trainer("before") as lived:
+        lived.trainer.num_steps = BAD - 1
+        lived.trainer.run()
+        expected = masters(lived)
+    with trainer("bad") as lived:
+        lived.step.change = bad_loss if what == "loss" else lived.step.change
+        with pytest.raises(NumericAlarm, match=f"step {BAD}: .* Step {BAD} is saved"):
+            lived.trainer.run()
+        assert [record["applied"] for record in lived.told.steps] == [True] * 4 + [False]
+    assert committed_step(tmp_path / "bad") == BAD
+    with trainer("bad") as lived:
+        assert (lived.run.resumed["step"], lived.run.resumed["cursor"]) == (BAD, {"position": BAD})
+        assert masters(lived) == expected
+        lived.trainer.run()
+        assert [record["step"] for record in lived.told.steps] == list(range(BAD + 1, 11))
+        assert all(record["applied"] for record in lived.told.steps)
+    assert committed_step(tmp_path / "bad") == 10
+
+
+def test_with_half_precision_only_a_loss_that_no_scale_can_cure_is_an_alarm(tmp_path):
+    toy = replace(
+        TOY, weight_dtype="float16", compute_dtype="float16", overflow_steps=frozenset({3})
+    )
+    with toy_trainer(tight(tmp_path, toy), toy=toy) as lived:
+        lived.step.change = bad_loss
+        with pytest.raises(NumericAlarm, match=f"step {BAD}: loss nan"):
+            lived.trainer.run()
+        skipped = [record["step"] for record in lived.told.steps if not record["applied"]]
+        assert skipped == [3, BAD]
+        assert lived.told.messages == ["step 3 skipped: gradients overflowed at loss scale 65536"]
+
+
+def test_a_loss_far_above_its_median_is_saved_and_ends_the_run(tmp_path):
+    clock = {"train": {"alarm_multiple": 2.5, "eval_interval": 0}, "steps": 40}
+    with toy_trainer(tight(tmp_path / "a"), ON_REQUEST, **clock) as lived:
+        lived.step.change = lambda number, loss: 7.0 if number == 30 else loss
+        with pytest.raises(NumericAlarm) as caught:
+            lived.trainer.run()
+        said = str(caught.value)
+        assert said.startswith("step 30: loss 7 is above its limit of ")
+        assert said.endswith("Step 30 is saved: --resume goes on after it.")
+    assert committed_step(tmp_path / "a") == 30
+    with toy_trainer(tight(tmp_path / "a"), ON_REQUEST, **clock) as lived:
+        lived.trainer.run()
+        found = lived.trainer.totals.weights_digest
+    with toy_trainer(tight(tmp_path / "b"), ON_REQUEST, steps=40) as lived:
+        lived.trainer.run()
+        assert lived.trainer.totals.weights_digest == found
+
+
+def test_an_alarm_whose_save_fails_is_told_and_the_failure_is_raised(tmp_path):
+    with toy_trainer(tight(tmp_path), ON_REQUEST) as lived:
+        lived.step.change = bad_loss
+
+        def full(state: dict[str, Any]) -> None:
+            raise StorageError("the drive is full")
+
+        lived.told.then = lambda number: setattr(lived.run.engine, "commit", full)
+        with pytest.raises(StorageError, match="the drive is full"):
+            lived.trainer.run()
+        assert lived.told.messages[-1].startswith(f"warning: step {BAD}: loss nan")
+    assert committed_step(tmp_path) == 0
+
+
+def test_an_alarm_of_one_rank_is_one_of_all(tmp_path):
+    """Its loss is not finite, so no rank updates anything, and all of them end with that step."""
+
+    def rank(world: World) -> tuple[str, int, list[bool]]:
+        with toy_rank(world, tmp_path, EVERY_STEP) as lived:
+            if world.rank == 1:
+                lived.step.change = bad_loss
+            with pytest.raises(NumericAlarm) as caught:
+                lived.trainer.run()
+            assert lived.run.engine.commits.last_step == BAD
+            applied = [record["applied"] for record in lived.told.steps]
+            return str(caught.value).split(":")[0], lived.run.engine.optimizer_step, applied
+
+    expected = (f"step {BAD}", BAD - 1, [True] * 4 + [False])
+    assert run_local(2, rank) == [expected, expected]
