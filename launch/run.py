@@ -337,8 +337,11 @@ def _account_of_commits(
     return {
         "resumed_from": start.step if start.resumed else None,
         "commits": {
-            "published": commits.num_published,
-            "seconds": commits.publish_seconds,
+            "published": commits.totals.published,
+            "seconds": commits.totals.publish_seconds,
+            "stall_seconds": commits.totals.stall_seconds,
+            "stall_seconds_max": commits.totals.stall_seconds_max,
+            "written_bytes": commits.totals.written_bytes,
             "last_step": last,
         },
         "redone_share": totals.redone_steps / trained if trained else 0.0,

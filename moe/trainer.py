@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import numpy as np
@@ -296,6 +296,7 @@ class Trainer:
                 "applied": outcome.applied,
                 "loss_scale": outcome.loss_scale,
                 "redone": outcome.redone,
+                "commits": [asdict(row) for row in self._engine.commits.take_published()],
                 **moved,
             }
         )

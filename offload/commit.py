@@ -12,7 +12,9 @@ content they have. A version older than the step of the commit is what the ledge
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from offload.nvme.commit import Agree, CommitCut, CommitRecord
@@ -20,6 +22,42 @@ from offload.nvme.store import NvmeStore
 from offload.residency import Shared, UnitState
 from ops.clock import seconds
 from ops.trace import Tracer
+
+_PUBLISHED_MAX = 256
+
+
+@dataclass(frozen=True)
+class PublishedCommit:
+    """What a commit has cost: `stall_seconds` of compute, `publish_seconds` beside training.
+
+    `written_bytes` were written for it alone: blocks homed on the host; what is cold stays where it
+    is. `stall_seconds` as `offload/commit_stall.py` counts them, from the publication before.
+    """
+
+    step: int | None
+    generation: int
+    stall_seconds: float
+    publish_seconds: float
+    written_bytes: int
+
+
+@dataclass
+class CommitTotals:
+    """Sums over the commits this run has published, and the longest stall of one."""
+
+    published: int = 0
+    publish_seconds: float = 0.0
+    stall_seconds: float = 0.0
+    stall_seconds_max: float = 0.0
+    written_bytes: int = 0
+
+    def add(self, commit: PublishedCommit) -> None:
+        """Enter a commit."""
+        self.published += 1
+        self.publish_seconds += commit.publish_seconds
+        self.stall_seconds += commit.stall_seconds
+        self.stall_seconds_max = max(self.stall_seconds_max, commit.stall_seconds)
+        self.written_bytes += commit.written_bytes
 
 
 class Commits:
@@ -35,8 +73,9 @@ class Commits:
         self._trace = trace
         self._wanted: Mapping[str, Any] | None = None
         self._cut: CommitCut | None = None
-        self.num_published = 0
-        self.publish_seconds = 0.0
+        self._cut_bytes = 0
+        self.totals = CommitTotals()
+        self._published: deque[PublishedCommit] = deque(maxlen=_PUBLISHED_MAX)
         self.last: CommitRecord | None = None  # that this run has published
         self._thread: threading.Thread | None = None
         if store is not None:
@@ -78,12 +117,12 @@ class Commits:
                 found.append(unit)
         return found
 
-    def cut(self) -> None:
-        """Take the cut; everything the commit holds has been submitted."""
+    def cut(self, written_bytes: int) -> None:
+        """Take the cut; everything it holds has been submitted, `written_bytes` for it alone."""
         assert self._store is not None and self._wanted is not None
         cut = self._store.cut(self._wanted, awaited=True)
         with self._shared.changed:
-            self._cut, self._wanted = cut, None
+            self._cut, self._cut_bytes, self._wanted = cut, written_bytes, None
             self._shared.changed.notify_all()
 
     def wait(self) -> None:
@@ -93,8 +132,16 @@ class Commits:
         """
         with self._shared.changed:
             self._shared.check()
-            while self._wanted is not None or self._cut is not None:
-                self._shared.wait()
+            with self._shared.commit_stall.waiting(entirely=True):
+                while self._wanted is not None or self._cut is not None:
+                    self._shared.wait()
+
+    def take_published(self) -> list[PublishedCommit]:
+        """The commits published since the last call, oldest first; the newest 256 at most."""
+        with self._shared.changed:
+            found = list(self._published)
+            self._published.clear()
+            return found
 
     def close(self) -> None:
         """Stop the publisher once it is idle (the engine has set `closing`)."""
@@ -121,8 +168,16 @@ class Commits:
                 with self._shared.changed:
                     self._cut = None
                     self.last = record
-                    self.num_published += 1
-                    self.publish_seconds += seconds() - started
+                    self._note(record, seconds() - started)
                     self._shared.changed.notify_all()
         except BaseException as error:
             self._shared.fail(error)
+
+    def _note(self, record: CommitRecord, publish_seconds: float) -> None:
+        """Enter a published commit (lock held)."""
+        stall_seconds = self._shared.commit_stall.take()
+        step = record.meta.get("step")
+        cost = (stall_seconds, publish_seconds, self._cut_bytes)
+        published = PublishedCommit(step, record.generation, *cost)
+        self._published.append(published)
+        self.totals.add(published)

@@ -254,7 +254,7 @@ class WeightPipeline:
             if unit.host_reading and unit.weight_handle is not None:
                 assert self._store is not None
                 self._store.hurry(unit.weight_handle, -1)
-            self._shared.wait()
+            self._shared.wait_as_compute()
 
     def _is_loading(self, unit: UnitState) -> bool:
         return unit.device_state is DeviceState.LOADING

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from offload.arena import Buffer
 from offload.blocks import UnitLayout
+from offload.commit_stall import CommitStall
 from offload.nvme.handle import Handle
 from offload.placement import MemoryPlan, block_bytes
 
@@ -111,6 +112,7 @@ class Shared:
         self.changed = threading.Condition(threading.RLock())
         self.closing = False
         self.optimizer_step = 0
+        self.commit_stall = CommitStall()
         self._failure: BaseException | None = None
 
     def fail(self, error: BaseException) -> None:
@@ -158,3 +160,8 @@ class Shared:
         self.check()
         self.changed.wait()
         self.check()
+
+    def wait_as_compute(self) -> None:
+        """`wait`, for compute: it counts as stall of a commit while one holds the updates up."""
+        with self.commit_stall.waiting():
+            self.wait()

@@ -177,7 +177,7 @@ class UpdateStream:
             self._shared.check()
             while self._has_older() or self.commits.pending:
                 self._hurry_all()
-                self._shared.wait()
+                self._shared.wait_as_compute()
 
     def _has_older(self) -> bool:
         current = self._current
@@ -241,11 +241,11 @@ class UpdateStream:
                 or self._host.spilling
             ):
                 self._hurry_all()
-                self._shared.wait()
+                self._shared.wait_as_compute()
         self._writes.write_back(unit for unit in self._shared.units.values() if unit.state_dirty)
         with self._shared.changed:
             while self._writes.in_flight or self.commits.pending or not self._host.reclaim_slots():
-                self._shared.wait()
+                self._shared.wait_as_compute()
             self._shared.check()
 
     def close(self) -> None:
@@ -264,7 +264,9 @@ class UpdateStream:
                     reads = self._prepare_ahead()
                     job = self._take_ready() if not reads else None
                     cut = job is None and not reads and self._may_cut()
-                    if not reads and job is None and not cut:
+                    idle = not reads and job is None
+                    self._shared.commit_stall.hold(cut or (idle and self._waits_for_commit()))
+                    if idle and not cut:
                         self._shared.changed.wait()
                         continue
                 for reader, part, buffer in reads:
@@ -403,7 +405,15 @@ class UpdateStream:
     def _may_cut(self) -> bool:
         return self.commits.may_cut() and not any(not job.speculative for job in self._queue)
 
+    def _waits_for_commit(self) -> bool:
+        """Whether a commit is what the first update waits for, or the next commit (lock held)."""
+        if all(job.speculative for job in self._queue) and self.commits.pending:
+            return True
+        if not self._queue or self._queue[0].prepared:  # its reads are under way
+            return False
+        return self._writes.commits(self._queue[0].unit)
+
     def _cut(self) -> None:
         """All jobs of the committed step are applied: write what is missing, then cut."""
         self._writes.write_back(self.commits.unwritten())
-        self.commits.cut()
+        self.commits.cut(self._writes.take_commit_bytes())

@@ -7,7 +7,9 @@ at a drain, blocks homed on the host for a commit.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
+from functools import partial
 
 from offload.arena import Buffer
 from offload.nvme.store import NvmeStore
@@ -37,6 +39,8 @@ class UpdateWrites:
         self._memory = memory
         self._store = store
         self._delay = delay
+        self._committing: Counter[str] = Counter()  # writes in flight for a commit alone, by unit
+        self._commit_bytes = 0
 
     def begin(self, job: UpdateJob, *, nothing: bool = False) -> _Writes:
         """(part, buffer, cause) of what the job writes, counted as in flight (lock held)."""
@@ -52,6 +56,10 @@ class UpdateWrites:
             if not nothing and buffer is not None and (cold or job.commit)
         ]
         self.in_flight += len(writes)
+        for part, _, why in writes:
+            if why == "commit":
+                self._committing[unit.name] += 1
+                self._commit_bytes += unit.layout.nbytes(part)
         job.ends_left = len(writes) + 1
         return writes
 
@@ -59,8 +67,9 @@ class UpdateWrites:
         """Hand the writes to the store; the lock is not held."""
         unit = job.unit
 
-        def written() -> None:
+        def written(cause: str) -> None:
             self.in_flight -= 1
+            self._committing[unit.name] -= cause == "commit"
             self.end(job)
 
         for part, buffer, cause in writes:
@@ -75,7 +84,17 @@ class UpdateWrites:
                 version=unit.version,
                 runs=runs_of(unit.layout, part),
             )
-            handle.add_done_callback(self._shared.when_done(written))
+            handle.add_done_callback(self._shared.when_done(partial(written, cause)))
+
+    def commits(self, unit: UnitState) -> bool:
+        """Whether the unit is being written for a commit, and without one would not (lock held)."""
+        return self._committing[unit.name] > 0
+
+    def take_commit_bytes(self) -> int:
+        """Bytes that only a commit has had written, since the last call."""
+        with self._shared.changed:
+            found, self._commit_bytes = self._commit_bytes, 0
+            return found
 
     def end(self, job: UpdateJob) -> None:
         """A write of the job or its publishing is done; the last gives all back (lock held)."""

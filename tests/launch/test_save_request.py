@@ -78,6 +78,7 @@ def test_a_run_saves_when_it_is_asked_and_says_so(tmp_path: Path) -> None:
         assert not (tmp_path / "run" / SAVE_NOW_FILE).exists()
         commits = report_of(tmp_path)["commits"]
         assert commits["published"] == 3, "the start, what was asked for, and the end"
+        assert 0 < commits["stall_seconds_max"] < commits["stall_seconds"]
         assert said[-2].startswith("save-now: step ") and said[-2].endswith(" is saved\n"), said
     finally:
         process.kill()

@@ -90,6 +90,9 @@ def test_a_commit_follows_when_the_minutes_have_passed(tmp_path):
         lived.trainer.run()
         # 80 s after the commit at the start, step 3 is; its own commit restarts the clock.
         assert steps == [0, 3, 5, 7, 9, 10]
+        told = [row for record in lived.told.steps for row in record["commits"]]
+        assert [row["step"] for row in told] == steps[: len(told)] and told
+        assert lived.told.steps[0]["commits"][0]["stall_seconds"] > 0, "nothing ran beside it"
         found = lived.losses() | {0: lived.trainer.totals.weights_digest}
     assert committed_step(tmp_path / "a") == 10
     assert found == losses_without_commits(tmp_path / "b")
