@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from moe.save_plan import SavePlan
-from offload.config import OptimizerConfig
+from offload.config import OffloadConfig, OptimizerConfig
+from offload.testing import budgets
 from ops.comm.base import World
 from ops.comm.local import run_local
 from ops.errors import NumericAlarm, Stopped, StorageError
@@ -23,7 +24,7 @@ from tests.moe.toy_trainer import (
     toy_rank,
     toy_trainer,
 )
-from tests.offload.courses import Course, with_undo
+from tests.offload.courses import Course, small_store, with_undo
 from tests.offload.watch import hang_guard  # noqa: F401
 
 pytestmark = pytest.mark.usefixtures("hang_guard")
@@ -71,13 +72,19 @@ def commits_of(lived: Any) -> list[int]:
     return steps
 
 
-def losses_without_commits(folder: Path) -> dict[int, str]:
-    with toy_trainer(tight(folder, durability="none"), AT_EXIT) as lived:
+def in_memory(folder: Path) -> OffloadConfig:
+    return small_store(budgets(folder))
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> dict[int, str]:
+    """The losses of a run that commits at its end only; 0: the digest of its weights."""
+    with toy_trainer(in_memory(tmp_path_factory.mktemp("whole")), AT_EXIT) as lived:
         lived.trainer.run()
         return lived.losses() | {0: lived.trainer.totals.weights_digest}
 
 
-def test_a_commit_follows_when_the_minutes_have_passed(tmp_path):
+def test_a_commit_follows_when_the_minutes_have_passed(tmp_path, whole):
     """40 seconds a step: due after every second one; what is trained does not notice."""
     clock = Clock()
 
@@ -95,7 +102,7 @@ def test_a_commit_follows_when_the_minutes_have_passed(tmp_path):
         assert lived.told.steps[0]["commits"][0]["stall_seconds"] > 0, "nothing ran beside it"
         found = lived.losses() | {0: lived.trainer.totals.weights_digest}
     assert committed_step(tmp_path / "a") == 10
-    assert found == losses_without_commits(tmp_path / "b")
+    assert found == whole
 
 
 def test_minutes_and_steps_together_commit_whichever_comes_first(tmp_path):
@@ -156,7 +163,7 @@ def test_a_request_together_with_a_stop_is_answered_by_its_commit(tmp_path):
     assert committed_step(tmp_path) == 3
 
 
-def test_a_request_without_room_is_refused_and_the_run_goes_on(tmp_path):
+def test_a_request_without_room_is_refused_and_the_run_goes_on(tmp_path, whole):
     requests = Requests(2, 5)
     config = tight(tmp_path / "a", durability="none")
     with toy_trainer(config, AT_EXIT, asked=requests) as lived:
@@ -166,12 +173,12 @@ def test_a_request_without_room_is_refused_and_the_run_goes_on(tmp_path):
         assert steps == [10]
         assert ["is refused" in text for text in lived.told.messages] == [True, True]
         found = lived.losses() | {0: lived.trainer.totals.weights_digest}
-    assert found == losses_without_commits(tmp_path / "b")
+    assert found == whole
 
 
 @pytest.mark.parametrize("plan", [EVERY_STEP, AT_EXIT])
 @pytest.mark.parametrize("at", [0, 1, 6, 10])
-def test_a_stop_saves_the_step_it_ends_with(tmp_path, plan, at):
+def test_a_stop_saves_the_step_it_ends_with(tmp_path, whole, plan, at):
     durability = "none" if plan is AT_EXIT else "step"
     with toy_trainer(tight(tmp_path, durability=durability), plan) as lived:
         lived.told.then = lambda number: lived.stop.set() if number == at else None
@@ -185,7 +192,7 @@ def test_a_stop_saves_the_step_it_ends_with(tmp_path, plan, at):
         assert lived.run.resumed["step"] == at
         lived.trainer.run()
         found = lived.trainer.totals.weights_digest
-    assert found == losses_without_commits(tmp_path / "b")[0]
+    assert found == whole[0]
 
 
 def test_all_ranks_save_by_the_clock_of_the_first_and_stop_when_any_is_asked(tmp_path):
@@ -236,37 +243,46 @@ def masters(lived: Any) -> dict[str, bytes]:
     return {tensor.name: values.tobytes() for tensor, values in lived.run.engine.masters()}
 
 
+@pytest.fixture(scope="module")
+def masters_before(tmp_path_factory) -> dict[str, bytes]:
+    """The masters after the step before `BAD`, however a run does it."""
+    with toy_trainer(in_memory(tmp_path_factory.mktemp("before")), AT_EXIT) as lived:
+        lived.trainer.num_steps = BAD - 1
+        lived.trainer.run()
+        return masters(lived)
+
+
 @pytest.mark.parametrize("optimizer", [None, SPECULATIVE], ids=["chased", "speculative"])
 @pytest.mark.parametrize("plan", [EVERY_STEP, AT_EXIT, ON_REQUEST])
 @pytest.mark.parametrize("what", ["loss", "gradient"])
-def test_what_is_saved_at_an_alarm_was_never_made_of_such_numbers(tmp_path, plan, optimizer, what):
+def test_what_is_saved_at_an_alarm_was_never_made_of_such_numbers(
+    tmp_path, masters_before, plan, optimizer, what
+):
     """The weights of the step before, the batch after the bad one; and it goes on from there."""
     durability = "none" if plan is AT_EXIT else "step"
     toy = replace(TOY, overflow_steps=frozenset({BAD} if what == "gradient" else ()))
 
-    def trainer(folder: str, steps: int = 10) -> Any:
-        config = tight(tmp_path / folder, toy, durability=durability)
-        if optimizer is not None:
-            config = with_undo(Course(toy, optimizer), config)
-        return toy_trainer(config, plan, toy=toy, optimizer=optimizer, steps=steps)
+    config = tight(tmp_path, toy, durability=durability)
+    if optimizer is not None:
+        config = with_undo(Course(toy, optimizer), config)
 
-    with trainer("before") as lived:
-        lived.trainer.num_steps = BAD - 1
-        lived.trainer.run()
-        expected = masters(lived)
-    with trainer("bad") as lived:
+    def trainer() -> Any:
+        return toy_trainer(config, plan, toy=toy, optimizer=optimizer)
+
+    with trainer() as lived:
         lived.step.change = bad_loss if what == "loss" else lived.step.change
         with pytest.raises(NumericAlarm, match=f"step {BAD}: .* Step {BAD} is saved"):
             lived.trainer.run()
         assert [record["applied"] for record in lived.told.steps] == [True] * 4 + [False]
-    assert committed_step(tmp_path / "bad") == BAD
-    with trainer("bad") as lived:
+    assert committed_step(tmp_path) == BAD
+    with trainer() as lived:
         assert (lived.run.resumed["step"], lived.run.resumed["cursor"]) == (BAD, {"position": BAD})
-        assert masters(lived) == expected
+        assert masters(lived) == masters_before
+        lived.trainer.num_steps = BAD + 1
         lived.trainer.run()
-        assert [record["step"] for record in lived.told.steps] == list(range(BAD + 1, 11))
-        assert all(record["applied"] for record in lived.told.steps)
-    assert committed_step(tmp_path / "bad") == 10
+        ((number, applied),) = [(x["step"], x["applied"]) for x in lived.told.steps]
+        assert (number, applied) == (BAD + 1, True)
+    assert committed_step(tmp_path) == BAD + 1
 
 
 def test_with_half_precision_only_a_loss_that_no_scale_can_cure_is_an_alarm(tmp_path):

@@ -22,8 +22,8 @@ from tests.offload.kill_child import Life, live
 LIVES_MAX = 12
 LIFE_S_MAX = 300.0
 
-_fork_server = multiprocessing.get_context("forkserver")
-_fork_server.set_forkserver_preload(["pytest", "tests.offload.kill_server"])
+fork_server = multiprocessing.get_context("forkserver")
+fork_server.set_forkserver_preload(["pytest", "tests.offload.kill_server"])
 
 
 def phases_in_turn(rng: np.random.Generator) -> Iterator[str]:
@@ -106,7 +106,7 @@ def run_to_the_end(
 
 def _end_of(life: Life, kill_after_s: float | None) -> int | None:
     """Live; the exit code."""
-    process = _fork_server.Process(target=live, args=(life,))
+    process = fork_server.Process(target=live, args=(life,))
     process.start()
     if kill_after_s is not None:
         process.join(kill_after_s)
