@@ -243,7 +243,11 @@ def summary_table(report: Mapping[str, Any], report_path: Path, resume_command: 
     for tier, numbers in report["tiers"].items():
         peak, capacity = numbers["peak_bytes"], numbers["capacity_bytes"]
         table.add_row(f"{tier} peak", f"{format_bytes(peak)} of {format_bytes(capacity)}")
-    last_step = report["commits"]["last_step"]
+    commits = report["commits"]
+    if commits["published"]:
+        stall = f"{commits['stall_seconds']:.2f} s ({commits['stall_seconds_max']:.2f} s at most)"
+        table.add_row("saves", f"{commits['published']}, compute stood still for {stall}")
+    last_step = commits["last_step"]
     if last_step is None:
         table.add_row("last commit", "none: this run cannot be resumed")
     else:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from launch.save_request import SAVE_NOW_FILE
 from tests.launch.helpers import (
     Completed,
     call,
@@ -82,6 +83,7 @@ OTHER_WAYS = {
 def test_going_on_equals_never_stopping(whole, stopped, ways):
     """C60: bit for bit, whatever the budgets, the pipeline, the idle policy or the recompute."""
     (stopped / "run/steps.jsonl").open("a").write('{"step": 3, "lo')  # of a run that was killed
+    (stopped / "run" / SAVE_NOW_FILE).touch()
     sets = [argument for way in ways for argument in ("--set", way)]
     result = resume(stopped, *EVALUATED, *sets)
     assert result.returncode == 0, result.stderr
@@ -90,6 +92,13 @@ def test_going_on_equals_never_stopping(whole, stopped, ways):
         key, _, value = way.partition("=")
         told = key.startswith(("train.", "offload.idle"))
         assert (f"{key} = {value} (was " in result.stdout) is told, "what is computed is compared"
+    assert not (stopped / "run" / SAVE_NOW_FILE).exists()
+    can_save = "offload.durability=step" in ways
+    assert ("save-now: step " in result.stdout) is can_save
+    assert ("save-now is refused" in result.stdout) is not can_save
+    commits = report_of(stopped)["commits"]
+    assert commits["published"] == (2 if can_save else 1)
+    assert 0 < commits["stall_seconds_max"] <= commits["stall_seconds"]
     check_is_whole(stopped, whole)
 
 

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import os
-import signal
 from pathlib import Path
 
 import pytest
 
 from launch.save_request import SAVE_NOW_FILE, SaveRequest
-from tests.launch.helpers import report_of, start
 
 
 def test_the_file_is_removed_and_counts_once(tmp_path: Path) -> None:
@@ -53,33 +51,3 @@ def test_a_file_that_somebody_else_removes_first_has_asked(
 
     monkeypatch.setattr(Path, "unlink", gone)
     assert asked() and not asked()
-
-
-def test_a_run_saves_when_it_is_asked_and_says_so(tmp_path: Path) -> None:
-    """The real command: no other commit is due before the signal that ends it."""
-    settings = ("offload.durability=checkpoint", "train.save_minutes=600", "train.steps=100000")
-    sets = [argument for setting in settings for argument in ("--set", setting)]
-    process = start(tmp_path, *sets)
-    try:
-        assert process.stdout is not None
-        said = []
-        for line in process.stdout:
-            said.append(line)
-            if line.startswith("step "):
-                (tmp_path / "run" / SAVE_NOW_FILE).touch()
-                break
-        for line in process.stdout:
-            said.append(line)
-            if line.startswith("save-now: step "):
-                break
-        process.send_signal(signal.SIGTERM)
-        said.append(process.communicate(timeout=120)[0])
-        assert process.returncode == 130, said
-        assert not (tmp_path / "run" / SAVE_NOW_FILE).exists()
-        commits = report_of(tmp_path)["commits"]
-        assert commits["published"] == 3, "the start, what was asked for, and the end"
-        assert 0 < commits["stall_seconds_max"] < commits["stall_seconds"]
-        assert said[-2].startswith("save-now: step ") and said[-2].endswith(" is saved\n"), said
-    finally:
-        process.kill()
-        process.communicate()
