@@ -20,7 +20,7 @@ SUITABLE := import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 12))
 help:
 	@echo "make train   train the shipped model (about 3 minutes after installation)"
 	@echo "make test    run the tests"
-	@echo "make test-kill  200 kills -9 in named phases of a run, each resumed to the same bits"
+	@echo "make test-kill  200 kills -9 in named phases of a run, 100 of saves on 4 ranks, each resumed"
 	@echo "make test-parallel  every mesh of 2, 4 and 8 ranks beside one rank (an hour on two cores)"
 	@echo "make test-32  32 ranks train a small model (10 minutes on two cores, 16 GiB of memory)"
 	@echo "make setup   make the environment $(VENV) alone"
@@ -61,7 +61,8 @@ train: setup
 test: setup
 	$(BIN)/python -m pytest tests -m "not long"
 
-KILL_TESTS := tests/offload/test_engine_kill.py tests/launch/test_kill_and_resume.py
+KILL_TESTS := tests/offload/test_engine_kill.py tests/offload/test_rank_kill.py \
+              tests/launch/test_kill_and_resume.py
 
 test-kill: setup
 	$(BIN)/python -m pytest $(KILL_TESTS) -m long
