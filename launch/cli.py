@@ -1,4 +1,6 @@
-"""The command line `headrace train | launch | plan | config | data | store`, or `python -m launch`.
+"""The command line `headrace train | launch | plan | config | data | checkpoint | store`.
+
+Also `python -m launch`.
 
 Commands import what they need when they run, so that `plan` and `config` work without MindSpore
 and `train` can check and set the environment first. A HeadraceError becomes one sentence on
@@ -239,6 +241,14 @@ def data(context: typer.Context) -> None:
     from launch.data_command import app as data_app
 
     _forward(context, "data", data_app)
+
+
+@app.command("checkpoint", **_FORWARDED)  # type: ignore[arg-type]
+def checkpoint(context: typer.Context) -> None:
+    """List, verify, copy and delete checkpoints: see `headrace checkpoint --help`."""
+    from launch.checkpoint_command import app as checkpoint_app
+
+    _forward(context, "checkpoint", checkpoint_app)
 
 
 @app.command("store", **_FORWARDED)  # type: ignore[arg-type]

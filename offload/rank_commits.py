@@ -76,10 +76,15 @@ class RankCommit:
 
 
 class RecordFile:
-    """The record under `path`, newest commit first; one process writes it, rank 0."""
+    """The record under `path`, newest commit first; one process writes it, rank 0.
 
-    def __init__(self, path: str, files: DirectoryFiles | None = None) -> None:
-        self.path = os.path.join(path, RECORD_NAME)
+    Under another `name` it is what a copy that is not finished will have as its record.
+    """
+
+    def __init__(
+        self, path: str, files: DirectoryFiles | None = None, name: str = RECORD_NAME
+    ) -> None:
+        self.path = os.path.join(path, name)
         self._files = files or OsDirectoryFiles()
 
     def read(self) -> tuple[RankCommit, ...]:
@@ -106,8 +111,9 @@ class RecordFile:
         """Durably forget all commits, before the stores are begun anew; StorageError."""
         directory = os.path.dirname(self.path)
         try:
-            if RECORD_NAME in self._files.list(directory):
-                remove_files(directory, [RECORD_NAME], self._files)
+            name = os.path.basename(self.path)
+            if name in self._files.list(directory):
+                remove_files(directory, [name], self._files)
                 self._files.sync_directory(directory)
         except FileNotFoundError:
             return
@@ -130,6 +136,8 @@ def _encode(commits: Sequence[RankCommit]) -> bytes:
 
 def _decode(data: bytes) -> tuple[RankCommit, ...]:
     fields = json.loads(data)
+    if not isinstance(fields, dict) or not isinstance(fields.get("commits"), list):
+        raise ValueError("it has no list of commits")
     found = fields.pop("checksum")
     if fields.get("format") != _FORMAT or set(fields) != {"format", "commits"}:
         raise ValueError(f"its format is not {_FORMAT!r}")

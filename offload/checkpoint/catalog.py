@@ -29,6 +29,9 @@ from offload.nvme.recovery import read_slots, slot_name
 from offload.rank_commits import RECORD_NAME, RankCommit, RecordFile
 from ops.errors import ConfigError, StorageError
 
+UNFINISHED_NAME = "commits.json.unfinished"
+"""What will be `commits.json`, where a copy has been begun and is not finished."""
+
 
 @dataclass(frozen=True)
 class Checkpoint:
@@ -38,7 +41,8 @@ class Checkpoint:
     `facts` are the record's, {} for one rank. `meta` is that of rank 0's manifest, or of the first
     that can be read; `step` is its step. `written_s`: when it was published, seconds since 1970, 0
     if that is not known. `missing`: a clause for each thing that is not there. `notes`: what was
-    passed over because it is damaged.
+    passed over because it is damaged. `present`: the ranks whose parts are here. `epoch`: the
+    record's number of the commit, 0 for one rank.
     """
 
     paths: tuple[str, ...]
@@ -51,6 +55,8 @@ class Checkpoint:
     missing: tuple[str, ...]
     notes: tuple[str, ...] = ()
     written_s: float = 0.0
+    present: tuple[int, ...] = ()
+    epoch: int = 0
 
     @property
     def is_complete(self) -> bool:
@@ -114,15 +120,32 @@ def find_checkpoints(paths: Sequence[str]) -> list[Checkpoint]:
     Reads every manifest once; may block for that. Raises ConfigError when there is none,
     StorageError when the record of commits is damaged.
     """
-    ranks = {_rank_of(found[0], paths[0]): _look_at(found) for found in find_stores(paths)}
+    ranks = _look_at_all(paths)
     record = RecordFile(paths[0]).read()
     found = _of_one_rank(paths, ranks, record)
     found += [_recorded(paths, ranks, commit) for commit in record]
+    unfinished = None if found else unfinished_copy(paths[0])
+    if unfinished is not None:
+        found = [_recorded(paths, ranks, unfinished, is_published=False)]
     if not found:
         found = _unrecorded(paths, ranks)
     if not found:
         raise ConfigError(f"{paths[0]} holds no checkpoint: nothing has been committed there")
     return found
+
+
+def unfinished_copy(path: str) -> RankCommit | None:
+    """The commit that a copy into `path`, begun and not finished, is to hold; None without any.
+
+    Raises StorageError when that cannot be read.
+    """
+    commits = RecordFile(path, name=UNFINISHED_NAME).read()
+    return commits[0] if commits else None
+
+
+def parts_here(paths: Sequence[str], commit: RankCommit) -> Checkpoint:
+    """What there is under `paths` of a commit whose record is elsewhere; ConfigError for none."""
+    return _recorded(paths, _look_at_all(paths), commit)
 
 
 def open_parts(
@@ -166,8 +189,8 @@ def _require_recorded(checkpoint: Checkpoint) -> None:
     if os.path.lexists(os.path.join(path, RECORD_NAME)):
         if any(commit.generations == checkpoint.generations for commit in RecordFile(path).read()):
             return
-    elif not os.path.isdir(rank_directory(path, 0)):
-        return  # the record is another machine's
+    elif not os.path.isdir(rank_directory(path, 0)) or unfinished_copy(path) is not None:
+        return  # the record is another machine's, or there is nobody who would supersede it
     raise StorageError("the checkpoint has been superseded while it was being opened", path=path)
 
 
@@ -176,6 +199,10 @@ def _rank_of(directory: str, path: str) -> int:
         above = os.path.dirname(os.path.normpath(path)) or "."
         raise ConfigError(f"{path} is the directory of one rank; name the one above it, {above}")
     return int(os.path.basename(directory).removeprefix("rank-"))
+
+
+def _look_at_all(paths: Sequence[str]) -> dict[int, _Rank]:
+    return {_rank_of(found[0], paths[0]): _look_at(found) for found in find_stores(paths)}
 
 
 def _look_at(directories: list[str]) -> _Rank:
@@ -241,13 +268,21 @@ def _of_one_rank(
                     missing=() if problem is None else (f"rank 0: {problem}",),
                     notes=rank.problems if not found else (),
                     written_s=part.written_s,
+                    present=() if problem else (0,),
                 )
             )
     return found
 
 
-def _recorded(paths: Sequence[str], ranks: Mapping[int, _Rank], commit: RankCommit) -> Checkpoint:
-    missing, meta = [], None
+def _recorded(
+    paths: Sequence[str],
+    ranks: Mapping[int, _Rank],
+    commit: RankCommit,
+    is_published: bool = True,
+) -> Checkpoint:
+    missing, present, meta = [], [], None
+    if not is_published:
+        missing.append("the copy is not finished: run the same copy again")
     for number, (store_id, generation) in enumerate(zip(commit.stores, commit.generations)):
         rank = ranks.get(number)
         if rank is None:
@@ -256,7 +291,9 @@ def _recorded(paths: Sequence[str], ranks: Mapping[int, _Rank], commit: RankComm
         problem = rank.problem_with(store_id, generation) or _given_up(rank, store_id, generation)
         if problem is not None:
             missing.append(f"rank {number}: {problem}")
-        elif meta is None:
+            continue
+        present.append(number)
+        if meta is None:
             meta = rank.parts[generation].meta
     first = ranks.get(0)
     part = None if first is None else first.parts.get(commit.generations[0])
@@ -270,6 +307,8 @@ def _recorded(paths: Sequence[str], ranks: Mapping[int, _Rank], commit: RankComm
         meta=meta or {},
         missing=tuple(missing),
         written_s=0.0 if part is None else part.written_s,
+        present=tuple(present),
+        epoch=commit.epoch,
     )
 
 

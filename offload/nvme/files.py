@@ -334,9 +334,10 @@ class OsDirectoryFiles:
     def read_file(self, path: str, nbytes_max: int) -> bytes:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         with os.fdopen(fd, "rb") as file:
-            if not stat.S_ISREG(os.fstat(fd).st_mode):  # a pipe would keep us waiting
+            status = os.fstat(fd)
+            if not stat.S_ISREG(status.st_mode):  # a pipe would keep us waiting
                 raise OSError(errno.EINVAL, "not a plain file", path)
-            return file.read(nbytes_max)
+            return file.read(min(status.st_size, nbytes_max))  # allocates as much as it is told
 
     def _sync(self, path: str, flag: int) -> None:
         fd = os.open(path, os.O_RDONLY | flag)
