@@ -51,7 +51,9 @@ def list_checkpoints(paths: PathsArgument) -> None:
     """List checkpoints, newest first. Exit: 0, 2 there is none, 3 damaged record."""
     console = Console()
     found = find_checkpoints(_texts(paths))
-    table = Table("step", "committed", "ranks", "size", "shared with newest", "state")
+    table = Table("step")
+    for name in ("committed", "ranks", "size", "shared", "state"):
+        table.add_column(name, no_wrap=True)
     for checkpoint, size in zip(found, sizes_of(found)):
         shared = "" if checkpoint is found[0] else format_bytes(size.shared_bytes)
         table.add_row(
