@@ -10,12 +10,12 @@ CONFIG ?= tiny-moe
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.headrace-setup
 BENCH_STAMP := $(VENV)/.headrace-bench
-# bench_step takes long and much disk, bench_parallel long: they have targets of their own.
-BENCHMARKS := $(filter-out bench_step bench_parallel,$(basename $(notdir $(sort $(wildcard benchmarks/bench_*.py)))))
+# These take long, two of them much disk: they have targets of their own.
+BENCHMARKS := $(filter-out bench_step bench_parallel bench_checkpoint,$(basename $(notdir $(sort $(wildcard benchmarks/bench_*.py)))))
 
 SUITABLE := import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 12))
 
-.PHONY: help setup train test test-kill test-parallel test-32 checks bench bench-store bench-step bench-parallel clean
+.PHONY: help setup train test test-kill test-parallel test-32 checks bench bench-store bench-step bench-parallel bench-checkpoint clean
 
 help:
 	@echo "make train   train the shipped model (about 3 minutes after installation)"
@@ -29,6 +29,7 @@ help:
 	@echo "make bench-store  the NVMe store beside fio; prints JSON lines"
 	@echo "make bench-step   an offloaded step beside its bound (20 minutes, 20 GiB of disk)"
 	@echo "make bench-parallel  steps on 1, 2 and 4 ranks; prints JSON lines"
+	@echo "make bench-checkpoint  what a save costs, and how fast commits are read (20 GiB of disk)"
 	@echo "make clean   remove the environment and caches"
 
 setup: $(STAMP)
@@ -93,6 +94,9 @@ bench-step: setup
 
 bench-parallel: setup
 	@$(BIN)/python -m benchmarks.bench_parallel
+
+bench-checkpoint: setup
+	@$(BIN)/python -m benchmarks.bench_checkpoint
 
 bench-store: setup
 	@$(BIN)/python -m benchmarks.bench_nvme --require-fio

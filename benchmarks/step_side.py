@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import threading
@@ -130,7 +131,9 @@ def _kernel_bytes() -> dict[str, int]:
 class Side:
     """One configuration in this process: steps on demand, timed in forward and the rest."""
 
-    def __init__(self, overrides: list[str], stack: ExitStack, folder: Path | None) -> None:
+    def __init__(
+        self, overrides: list[str], stack: ExitStack, folder: Path | None, keep: bool = False
+    ) -> None:
         from launch import environment
         from launch.config import load_config
 
@@ -147,7 +150,7 @@ class Side:
         self.recorder = Recorder()
         self.store = self._open_store(folder) if folder is not None else None
         if self.store is not None:
-            stack.callback(self.store.close, delete=True)
+            stack.callback(self.store.close, delete=not keep)
         engine = self.engine = make_engine(config, self.plan, backend, pool, self.store)
         stack.callback(engine.close)
         initialize(config, engine)
@@ -218,6 +221,36 @@ class Side:
             "kernel": {way: kernel_after[way] - kernel[way] for way in kernel},
         }
 
+    def saves(self, number: int, every: int) -> dict[str, Any]:
+        """Train with a commit in every `every`-th step, so many times; what each of them cost."""
+        assert self.store is not None
+        spent: list[float] = []
+        self.engine.commits.take_published()
+        for index in range(number * every):
+            step = self.engine.optimizer_step + 1
+            commit = self._meta(step) if index % every == 0 else None
+            started = time.perf_counter()
+            rate = self.config.optimizer.learning_rate
+            self._step.train(self._tokens, self._targets, rate, commit)
+            spent.append(time.perf_counter() - started)
+        self.engine.drain()
+        self.engine.commits.wait()
+        published = [dataclasses.asdict(x) for x in self.engine.commits.take_published()]
+        blocks = self.store.blocks().values()
+        return {
+            "commits": published,
+            "step_s": spent,
+            "every": every,
+            "checkpoint_bytes": sum(nbytes for nbytes, _ in blocks),
+            "cold_bytes": self.plan.tiers["nvme"].terms[0].nbytes,
+        }
+
+    def _meta(self, step: int) -> dict[str, Any]:
+        from launch.resume import save_plan
+        from moe.data.stream import Cursor
+
+        return {"step": step, "cursor": Cursor().to_json(), **save_plan(self.config).facts}
+
     def _counters(self) -> dict[str, dict[str, int]]:
         if self.store is None:
             return {"read": {}, "written": {}}
@@ -282,12 +315,12 @@ def _fill(path: Path, nbytes: int) -> None:
     os.close(fd)
 
 
-def run_side(overrides: list[str], folder: str | None) -> None:
-    """Serve requests of the measuring process until its end."""
+def run_side(overrides: list[str], folder: str | None, then: str = "delete") -> None:
+    """Serve requests of the measuring process until its end; `keep` leaves the store behind."""
     with ExitStack() as stack:
         path = None if folder is None else Path(folder)
-        side = Side(overrides, stack, path)
-        functions = (side.block, side.replay, side.write, side.info)
+        side = Side(overrides, stack, path, then == "keep")
+        functions = (side.block, side.replay, side.write, side.info, side.saves)
         serve({function.__name__: function for function in functions})
 
 

@@ -37,10 +37,13 @@ if TYPE_CHECKING:  # these import MindSpore, which a plan does without
     from ops.nn.stages import Stages
 
 
-def make_plan(config: RunConfig, resumed: bool = False, rank: int = 0) -> MemoryPlan:
+def make_plan(
+    config: RunConfig, resumed: bool = False, rank: int = 0, retained_bytes: int = 0
+) -> MemoryPlan:
     """Where everything of `rank` would live, and whether it fits; no MindSpore, no disk.
 
-    A `resumed` run has to keep the commit it starts from.
+    A `resumed` run has to keep the commit it starts from, of `retained_bytes` if they are more
+    than a commit of its own.
     """
     share = Mesh(config.parallel).share(config.model, rank)
     layouts = layouts_of(config.model, config.train, config.optimizer.decay_norms, share)
@@ -51,6 +54,7 @@ def make_plan(config: RunConfig, resumed: bool = False, rank: int = 0) -> Memory
         demands,
         speculative=config.optimizer.speculative,
         resumed=resumed,
+        retained_bytes=retained_bytes,
     )
 
 

@@ -75,7 +75,12 @@ def train(
     ] = None,
     resume: Annotated[
         Optional[str],  # noqa: UP045
-        typer.Option("--resume", metavar="latest", help="Go on at the newest commit, if any."),
+        typer.Option(
+            "--resume",
+            metavar="latest|PATH",
+            help="Go on at the newest commit of the store, if any, or of the store or copy at PATH "
+            "(several drives: PATH:PATH). Another mesh may have made it.",
+        ),
     ] = None,
     trace_file: Annotated[
         Optional[Path],  # noqa: UP045
@@ -94,14 +99,12 @@ def train(
             f"--steps {steps} is more than train.steps = {config.train.steps}: it can only stop "
             "earlier; use --set train.steps to train longer."
         )
-    if resume not in (None, "latest"):
-        raise ConfigError(f"--resume {resume}: allowed is latest, the newest commit of the store.")
     environment.prepare(config.runtime)
     sets = [argument for override in overrides or () for argument in ("--set", override)]
     size = config.parallel.num_ranks
     launched = ["launch", "-n", str(size)] if size > 1 else []
     again = shlex.join(["headrace", *launched, "train", source, *sets])
-    _train(config, run_dir, steps, trace_file, resume is not None, again)
+    _train(config, run_dir, steps, trace_file, resume, again)
 
 
 def _train(
@@ -109,7 +112,7 @@ def _train(
     run_dir: Path | None,
     steps: int | None,
     trace_file: Path | None,
-    resume: bool,
+    resume: str | None,
     again: str,
 ) -> None:
     from launch.build import make_plans
@@ -124,14 +127,16 @@ def _train(
     from moe.save_plan import never
     from ops.trace import NO_TRACE, Trace
 
-    require_all_fit(make_plans(config, resume))
+    require_all_fit(make_plans(config, resume is not None))
     ranks = detect_ranks()
     stop = threading.Event()
     # Signals first: a rank that is stopped while it waits for the others must not die at once.
     with stop_on_signals(stop), shared_world(ranks) as world:
-        directory = prepare_run_dir(run_dir, config.name, resume) if ranks.is_first else None
+        directory = (
+            prepare_run_dir(run_dir, config.name, resume is not None) if ranks.is_first else None
+        )
         trace = Trace(trace_file) if trace_file is not None and ranks.is_first else NO_TRACE
-        observer = _observer(config, directory, resume, again, trace)
+        observer = _observer(config, directory, resume is not None, again, trace)
         asked = never if directory is None else SaveRequest(directory)
         with closing(trace), closing(observer), warnings_shown(observer.on_message):
             run_training(config, steps, observer, stop, trace, resume, world, asked)

@@ -26,8 +26,10 @@ from launch.build import (
 )
 from launch.config import RunConfig
 from launch.mesh_plan import mesh_lines
+from launch.origin import Origin, find_origin
 from launch.rank_store import RankStore, open_rank_store
 from launch.ranks import detect_ranks
+from launch.restore import restore_from
 from launch.resume import StartingPoint, save_plan, starting_point
 from launch.world import AGREED
 from moe.data.bigram import bigram_nats_per_token
@@ -79,13 +81,14 @@ def run_training(
     observer: Observers,
     stop: threading.Event,
     trace: Tracer = NO_TRACE,
-    resume: bool = False,
+    resume: str | None = None,
     world: World | None = None,
     save_asked: Callable[[], bool] = never,
 ) -> dict[str, Any]:
     """Train as configured; returns the report, which `observer` has been given too.
 
-    With `resume` the run goes on where the newest commit of the store was made, if there is one.
+    With `resume` = `latest` the run goes on at the newest commit of its store, if there is one, or
+    at that of the store or copy whose paths `resume` names; any mesh may have made it.
     What runs when is drawn into `trace`, which the caller closes. `world` are the ranks of
     `config.parallel`, this one among them; None is the only rank. `save_asked` is polled on rank 0
     at every step border: whether somebody asks for a commit.
@@ -96,7 +99,10 @@ def run_training(
     world = world or SingleRank()
     mesh = Mesh(config.parallel)
     assert mesh.num_ranks == world.size, "the command line compares them"
-    plan = make_plan(config, resume, world.rank)
+    origin = find_origin(config, resume, world)
+    start = starting_point(config, origin, resume is not None)
+    own_bytes = 0 if origin is None else origin.own_bytes
+    plan = make_plan(config, own_bytes > 0, world.rank, own_bytes)
     if not plan.fits:
         raise PlanError("; ".join((*plan.problems, *plan.remedies)))
     local_ranks = detect_ranks().local_size
@@ -106,17 +112,16 @@ def run_training(
         data = load_data(config.data, vocab_size=model.vocab_size, seq_len=train.seq_len)
         bigram = bigram_nats_per_token(data.train, data.held_out, model.vocab_size)
     observer.on_message(f"data: {data.describe()}")
-    for line in mesh_lines(config, make_plans(config, resume), _slots(world)):
+    for line in mesh_lines(config, make_plans(config, origin is not None), _slots(world)):
         observer.on_message(line)
     with ExitStack() as parts:
-        opened = open_rank_store(config, plan, resume, world, trace)
+        opened = open_rank_store(config, plan, origin, world, trace)
         parts.callback(opened.store.close)
         groups = open_groups(mesh, world, model)
         rank = _Rank(config, groups, plan, data, bigram, observer, trace)
-        start = starting_point(config, opened.store, resume)
         observer.on_message(start.message)
-        saves = Saves(save_plan(config), save_asked)
-        return _train(rank, opened, start, steps_limit, stop, saves, parts)
+        saves = Saves(save_plan(config, data.source), save_asked)
+        return _train(rank, opened, origin, start, steps_limit, stop, saves, parts)
 
 
 def _slots(world: World) -> list[int]:
@@ -128,6 +133,7 @@ def _slots(world: World) -> list[int]:
 def _train(
     rank: _Rank,
     opened: RankStore,
+    origin: Origin | None,
     start: StartingPoint,
     steps_limit: int | None,
     stop: threading.Event,
@@ -154,7 +160,7 @@ def _train(
     trainer = Trainer(
         train, config.optimizer, step, engine, store, _batches(rank, start.cursor),
         _held_out(rank), observer, stop, steps_limit, start.step, saves,
-        groups.world, config.parallel.data_parallel,
+        groups.world, config.parallel.data_parallel, origin is not None and origin.in_place,
     )  # fmt: skip
     observer.on_start(_start_info(config, plan, trainer.num_steps, start.step))
     if start.resumed and start.step >= trainer.num_steps:
@@ -162,7 +168,16 @@ def _train(
             f"nothing is left to train: step {start.step} of {trainer.num_steps} is done; "
             "set train.steps (or --steps) above it to go on"
         )
-    failure = _run(config, engine, trainer, trace, start.resumed)
+
+    def restore() -> None:
+        if origin is None:
+            initialize(config, engine)
+        elif origin.in_place:
+            engine.restore()
+        else:
+            restore_from(origin, engine, config, groups.world, pool, store.directory)
+
+    failure = _run(engine, trainer, trace, restore)
     if groups.world.size > 1 and not (failure is None or isinstance(failure, AGREED)):
         # Threads may wait in a collective for ranks that will not come, and closing would wait for
         # them. The caller ends the processes of all ranks (`launch/world.py`).
@@ -210,16 +225,12 @@ def _account_of_ranks(rank: _Rank, totals: RunTotals) -> dict[str, Any]:
 
 
 def _run(
-    config: RunConfig, engine: OffloadEngine, trainer: Trainer, trace: Tracer, resumed: bool
+    engine: OffloadEngine, trainer: Trainer, trace: Tracer, restore: Callable[[], None]
 ) -> BaseException | None:
-    """Initialise and train; the error that ended it, so that the report comes before the raise."""
+    """Take values and train; the error that ended it, so that the report comes before the raise."""
     try:
-        if resumed:
-            with trace.span("start-up", "restore"):
-                engine.restore()
-        else:
-            with trace.span("start-up", "initial values"):
-                initialize(config, engine)
+        with trace.span("start-up", "values"):
+            restore()
         trainer.run()
     except BaseException as error:
         return _settled(engine, error)

@@ -144,8 +144,10 @@ class Trainer:
         saves: Saves | None = None,
         world: World | None = None,
         data_parallel: int = 1,
+        is_saved: bool = True,
     ) -> None:
         """`first_step`: steps done before, in the run that is continued; `saves` wants a store.
+        `is_saved`: whether what is continued is in that store, in the form that this mesh has.
 
         With several ranks in `world` all of them run a trainer, and they end together;
         `data_parallel` of them read other rows of each batch.
@@ -161,7 +163,7 @@ class Trainer:
         self.num_steps = train.steps if steps_limit is None else min(steps_limit, train.steps)
         self._first_step = first_step
         self._saves = saves
-        self._saved_step: int | None = first_step if first_step else None
+        self._saved_step: int | None = first_step if first_step and is_saved else None
         self._asked_step: int | None = None  # that will answer a request
         self._watch = NumericWatch(train.alarm_multiple)
         self._world = world or SingleRank()
@@ -172,7 +174,7 @@ class Trainer:
     def run(self) -> None:
         """Train; raises Stopped or NumericAlarm after the step that saw the reason."""
         if self._saves is not None and self._saves.plan.periodic and self._saved_step is None:
-            self._commit(0)
+            self._commit(self._first_step)
         save = self._border(self._first_step)
         for number in range(self._first_step + 1, self.num_steps + 1):
             alarm = self._one(number, save)

@@ -24,14 +24,14 @@ import numpy as np
 
 from offload.activations import ActivationStore
 from offload.arena import Arena, Buffer
-from offload.blocks import TensorSpec
+from offload.blocks import TensorSpec, UnitLayout
 from offload.commit import Commits
 from offload.config import OffloadConfig, OptimizerConfig
 from offload.gradients import GradientStore
 from offload.host_memory import HostMemory
 from offload.ledger import Ledger
 from offload.loss_scale import LossScaler
-from offload.masters import MasterAccess
+from offload.masters import Fill, MasterAccess
 from offload.parts import EngineParts, StepOutcome, UnitUse
 from offload.pipeline import WeightPipeline
 from offload.residency import Shared, UnitState
@@ -126,6 +126,10 @@ class OffloadEngine:
     def initialize(self, values: Callable[[TensorSpec], np.ndarray]) -> None:
         """Set every master to `values(tensor)` (fp32, flat) and every moment to zero."""
         self._masters.initialize(values)
+
+    def layouts(self) -> list[UnitLayout]:
+        """What this rank stores of each unit, in forward order."""
+        return [unit.layout for unit in self._shared.units.values()]
 
     def tensors(self) -> list[TensorSpec]:
         """The tensors, or pieces of them, that this rank stores, in the order of `masters`."""
@@ -342,16 +346,35 @@ class OffloadEngine:
         store = self._parts.store
         record = None if store is None else store.recovered
         assert store is not None and record is not None, "the store was not opened at a commit"
+        run = self._restore_meta(record.meta)
+        self._masters.restore(self._ledger.step, self._idle_are_skipped)
+        return run
+
+    def restore_from(self, meta: Mapping[str, Any], read: Fill) -> Mapping[str, Any]:
+        """Take every value from another store's commit, or another mesh's: unit by unit by `read`.
+
+        `meta` is what the commit says, its ledger that of all of its parts. The store holds none of
+        the blocks before. Else as `restore`, and what `read` raises.
+        """
+        run = self._restore_meta(meta)
+        self._masters.fill(read, self._ledger.step, self._idle_are_skipped)
+        return run
+
+    def _restore_meta(self, meta: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Take the ledger and the loss scale; returns the run's part."""
         try:
-            saved = record.meta["engine"]
+            saved = meta["engine"]
             self._ledger.restore(saved["ledger"])
             self.scaler.restore(saved["loss_scale"])
-            run = dict(record.meta["run"])
+            run = dict(meta["run"])
         except (KeyError, TypeError, ValueError) as error:
             raise StorageError(f"the commit says nothing of a run ({error!r})") from error
         self._shared.optimizer_step = self._ledger.step
-        self._masters.restore(self._ledger.step, self._config.idle_expert_policy == "skip")
         return run
+
+    @property
+    def _idle_are_skipped(self) -> bool:
+        return self._config.idle_expert_policy == "skip"
 
     @property
     def commits(self) -> Commits:

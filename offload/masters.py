@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from offload.arena import Buffer
-from offload.blocks import TensorPlace, TensorSpec
+from offload.blocks import TensorPlace, TensorSpec, UnitLayout
 from offload.device_copy import field_view
 from offload.host_memory import HostMemory
 from offload.nvme.store import NvmeStore
@@ -16,6 +16,9 @@ from offload.runs import runs_of
 from ops.errors import StorageError
 from ops.kernels.pool import KernelPool
 from ops.kernels.split import join_master, narrow_f16, split_master
+
+Fill = Callable[[UnitLayout, np.ndarray, np.ndarray | None], int]
+"""Fills the weight and the state block (u8) of a unit; returns the version of what they hold."""
 
 
 class MasterAccess:
@@ -44,6 +47,28 @@ class MasterAccess:
             for part, buffer in (("weight", unit.host_weight), ("state", unit.host_state)):
                 if buffer is not None:
                     self._transfer(unit, part, buffer, write=False)
+
+    def fill(self, read: Fill, step: int, idle_are_skipped: bool) -> None:
+        """Take every unit from `read`, of a commit of optimizer step `step`; blocks.
+
+        What `read` raises is passed on; then nothing may be used.
+        """
+        for unit in self._shared.units.values():
+            weight, state = self._blocks(unit)
+            try:
+                version = read(unit.layout, weight.array, None if state is None else state.array)
+            except BaseException as error:
+                self._shared.fail(error)
+                raise
+            unit.version = version
+            skipped = idle_are_skipped or unit.layout.frozen
+            unit.synced_step = step if skipped else version
+            for part, buffer, cold in (
+                ("weight", weight, unit.weight_on_nvme),
+                ("state", state, unit.state_on_nvme),
+            ):
+                if cold and buffer is not None:
+                    self._transfer(unit, part, buffer, write=True)
 
     def _stored_version(
         self, unit: UnitState, stored: dict[str, tuple[int, int]], step: int

@@ -120,18 +120,21 @@ def plan_memory(
     *,
     speculative: bool = False,
     resumed: bool = False,
+    retained_bytes: int = 0,
 ) -> MemoryPlan:
     """Place every block of `layouts` (forward order) under the budgets of `config`.
 
     `speculative` is the update schedule; `resumed`: the run starts from a commit, which has to be
-    kept until the next one. Always returns a plan; `fits` is False and `problems`, `remedies` say
+    kept until the next one and takes `retained_bytes`, if that is more than a commit of the units
+    (another mesh made it). Always returns a plan; `fits` is False and `problems`, `remedies` say
     why when it cannot run.
     """
     sizes = _Sizes(layouts)
     host = _plan_host(sizes, config, demands, speculative)
     device_minimum = _device_minimum(layouts, demands)
     device_need = sum(term.nbytes for term in device_minimum)
-    nvme_terms = _nvme_terms(sizes, host, config, speculative, resumed)
+    commit_bytes = max(sizes.all_home, retained_bytes)
+    nvme_terms = _nvme_terms(sizes, host, config, speculative, resumed, commit_bytes)
     window = min(config.window_bytes, max(config.device.capacity - device_need, 0))
     ahead = window // ALIGN_BYTES * ALIGN_BYTES if _gathers(layouts) else 0
     device_terms = device_minimum
@@ -343,7 +346,12 @@ def _device_minimum(layouts: Sequence[UnitLayout], demands: Demands) -> tuple[Te
 
 
 def _nvme_terms(
-    sizes: _Sizes, host: _HostPlan, config: OffloadConfig, speculative: bool, resumed: bool
+    sizes: _Sizes,
+    host: _HostPlan,
+    config: OffloadConfig,
+    speculative: bool,
+    resumed: bool,
+    commit_bytes: int,
 ) -> tuple[Term, ...]:
     table = {"weight": sizes.weight, "state": sizes.state}
     cold = sum(table[part][name] for (name, part), home in host.homes.items() if home == "nvme")
@@ -358,7 +366,7 @@ def _nvme_terms(
     kept = int(resumed) if config.durability == "none" else config.keep_in_store
     if kept:
         why = f"{kept} x the whole state, kept until the next commit is durable"
-        terms.append(Term("retained commits", kept * sizes.all_home, why))
+        terms.append(Term("retained commits", kept * commit_bytes, why))
     if speculative and cold and not every_step:
         # With a commit every step the old versions are those of the retained commit.
         terms.append(Term("old versions", cold, "until the norm of the step is known"))

@@ -28,7 +28,8 @@ class TokenSource:
     `tokens` is u16 or u32 [num_tokens], read-only, possibly a memory map. `document_ends` is
     u64 [num_documents], increasing, the last one equal to num_tokens. `vocab_size` bounds the
     tokens from above, `separator` ends each document. `digest` identifies the contents, so that
-    a run is not resumed on another text. `name` is what messages call it.
+    a run is not resumed on another text, `tokenizer` what made tokens of it (32 hexadecimal digits;
+    zeros: bytes as they are). `name` is what messages call it.
     """
 
     name: str
@@ -37,6 +38,7 @@ class TokenSource:
     vocab_size: int
     separator: int
     digest: str
+    tokenizer: str = bytes(16).hex()
 
     @property
     def num_tokens(self) -> int:

@@ -279,7 +279,15 @@ def open_token_file(path: Path) -> TokenSource:
             f"{header.num_tokens}; prepare it again"
         )
     digest = header.pack()[_CHECKED_BYTES:].hex()
-    return TokenSource(str(path), tokens, ends, header.vocab_size, header.separator, digest)
+    return TokenSource(
+        str(path),
+        tokens,
+        ends,
+        header.vocab_size,
+        header.separator,
+        digest,
+        header.tokenizer_digest.hex(),
+    )
 
 
 def verify_token_file(path: Path) -> None:

@@ -42,7 +42,7 @@ class Checkpoint:
     that can be read; `step` is its step. `written_s`: when it was published, seconds since 1970, 0
     if that is not known. `missing`: a clause for each thing that is not there. `notes`: what was
     passed over because it is damaged. `present`: the ranks whose parts are here. `epoch`: the
-    record's number of the commit, 0 for one rank.
+    record's number of the commit, 0 for one rank; `record` its entry there, None for one rank.
     """
 
     paths: tuple[str, ...]
@@ -57,6 +57,7 @@ class Checkpoint:
     written_s: float = 0.0
     present: tuple[int, ...] = ()
     epoch: int = 0
+    record: RankCommit | None = None
 
     @property
     def is_complete(self) -> bool:
@@ -72,7 +73,7 @@ class Checkpoint:
 class _Part:
     """A commit in one rank's directory: its manifest without the blocks.
 
-    `ends`: how long each data file has to be.
+    `ends`: how long each data file has to be; `nbytes`: what its extents take.
     """
 
     store_id: str
@@ -80,6 +81,7 @@ class _Part:
     retained: tuple[int, ...]
     meta: Mapping[str, Any]
     ends: tuple[int, ...]
+    nbytes: int
     written_s: float
 
 
@@ -146,6 +148,37 @@ def unfinished_copy(path: str) -> RankCommit | None:
 def parts_here(paths: Sequence[str], commit: RankCommit) -> Checkpoint:
     """What there is under `paths` of a commit whose record is elsewhere; ConfigError for none."""
     return _recorded(paths, _look_at_all(paths), commit)
+
+
+@dataclass(frozen=True)
+class SeenPart:
+    """One rank's part as it is seen from here: `problem` (None: it can be read), what it says, and
+    the bytes its extents take."""
+
+    problem: str | None
+    meta: Mapping[str, Any]
+    nbytes: int
+
+
+def look_at_parts(
+    paths: Sequence[str], generations: Sequence[int], stores: Sequence[str]
+) -> dict[int, SeenPart]:
+    """Every part of a commit whose parts are known, by rank; reads manifests, raises nothing."""
+    found = {}
+    for rank, (generation, store_id) in enumerate(zip(generations, stores)):
+        directories = [rank_directory(path, rank) for path in paths]
+        if not os.path.isdir(directories[0]):
+            found[rank] = SeenPart(f"no directory {directories[0]}", {}, 0)
+            continue
+        seen = _look_at(directories)
+        problem = seen.problem_with(store_id, generation)
+        if problem is None and len(stores) > 1:
+            problem = _given_up(seen, store_id, generation)
+        part = seen.parts.get(generation)
+        found[rank] = SeenPart(
+            problem, {} if part is None else part.meta, 0 if part is None else part.nbytes
+        )
+    return found
 
 
 def open_parts(
@@ -225,9 +258,10 @@ def _look_at(directories: list[str]) -> _Rank:
 
 
 def _part(manifest: Manifest, path: str) -> _Part:
-    ends = [0] * len(manifest.file_bytes)
+    ends, nbytes = [0] * len(manifest.file_bytes), 0
     for stored in manifest.blocks.values():
         for extent in stored.extents:
+            nbytes += extent.nbytes
             ends[extent.drive] = max(ends[extent.drive], extent.offset + extent.nbytes)
     return _Part(
         store_id=manifest.store_id,
@@ -235,6 +269,7 @@ def _part(manifest: Manifest, path: str) -> _Part:
         retained=manifest.retained,
         meta=manifest.meta,
         ends=tuple(ends),
+        nbytes=nbytes,
         written_s=_mtime_s(path),
     )
 
@@ -309,6 +344,7 @@ def _recorded(
         written_s=0.0 if part is None else part.written_s,
         present=tuple(present),
         epoch=commit.epoch,
+        record=commit,
     )
 
 

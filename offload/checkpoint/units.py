@@ -29,8 +29,13 @@ PARTS = ("weight", "state")
 class SavedBlock(Protocol):
     """What is known of a block before it is read."""
 
-    nbytes: int
-    version: int
+    @property
+    def nbytes(self) -> int:
+        """Logical bytes."""
+
+    @property
+    def version(self) -> int:
+        """The optimizer step whose content it has."""
 
 
 class SavedPart(Protocol):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
 import stat
 from collections.abc import Iterable, Sequence
 
@@ -25,6 +26,7 @@ from ops.units import format_bytes
 log = logging.getLogger(__name__)
 
 DATA_FILE_NAME = "data.bin"
+_RANK_NAME = re.compile(r"rank-[0-9]{5}")
 REQUEST_BYTES_MAX = 8 << 20
 
 
@@ -50,6 +52,15 @@ def check_settings(
 def rank_directory(path: str, rank: int) -> str:
     """Where `rank` keeps its part of a store under `path`."""
     return os.path.join(path, f"rank-{rank:05d}")
+
+
+def ranks_under(path: str) -> list[int]:
+    """The ranks that have a directory under `path`, ascending; none where it cannot be listed."""
+    try:
+        names = os.listdir(path)
+    except OSError:
+        return []
+    return sorted(int(name[len("rank-") :]) for name in names if _RANK_NAME.fullmatch(name))
 
 
 def lock_directory(directory: str) -> OwnerLock:

@@ -13,7 +13,7 @@ import contextlib
 import logging
 import os
 import secrets
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
@@ -31,7 +31,7 @@ from offload.nvme.directory import (
     remove_files,
 )
 from offload.nvme.extents import ExtentAllocator
-from offload.nvme.files import DirectoryFiles, OpenFile, StorageFile
+from offload.nvme.files import DirectoryFiles, OpenFile, OsDirectoryFiles, StorageFile
 from offload.nvme.hold import remove_holds
 from offload.nvme.lock import OwnerLock
 from offload.nvme.manifest import Manifest
@@ -77,6 +77,18 @@ class OpenedStore:
                 stack.callback(delete_store_files, self.directories, self.directory_files)
             for file in self.files:
                 stack.callback(file.close)
+
+
+def discard_store(directories: Sequence[str]) -> None:
+    """Remove the store in these directories, and them, if nobody owns it.
+
+    Commits go first, durably. Raises ConfigError for a live owner or what no store has made.
+    """
+    files = OsDirectoryFiles()
+    with ExitStack() as stack:
+        for directory in directories:
+            stack.callback(_leave, lock_directory(directory), True)
+        delete_store_files(directories, files)
 
 
 def _leave(lock: OwnerLock, delete: bool) -> None:

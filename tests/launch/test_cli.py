@@ -50,8 +50,9 @@ def build(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
         observer: Observer,
         stop: threading.Event,
         trace: Tracer,
-        resume: bool,
+        resume: str | None,
         world: World,
+        save_asked: Callable[[], bool],
     ) -> None:
         module.received = (config, world.size, steps)  # type: ignore[attr-defined]
         with trace.span("compute", "everything"):
@@ -329,7 +330,7 @@ INTERRUPTED = """
 import sys, types
 from ops.errors import Stopped
 build, runs = types.ModuleType("launch.build"), types.ModuleType("launch.run")
-def run_training(config, steps, observer, stop, trace, resume, world):
+def run_training(config, steps, observer, stop, trace, resume, world, save_asked):
     print("ready", flush=True)
     if not stop.wait(60):
         raise RuntimeError("the flag never came")

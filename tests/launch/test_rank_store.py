@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,14 @@ import pytest
 import offload.nvme.opening
 from launch.build import make_plan
 from launch.config import RunConfig
+from launch.origin import find_origin
 from launch.rank_store import RankStore, open_rank_store
-from launch.resume import save_plan
-from offload.nvme.directory import rank_directory
+from launch.resume import save_plan, starting_point
+from moe.data.stream import Cursor
+from offload.checkpoint.catalog import find_checkpoints
+from offload.nvme.directory import rank_directory, ranks_under
 from offload.nvme.lock import OwnerLock
+from offload.nvme.manifest import decode_manifest
 from offload.rank_commits import RankCommit, RecordFile
 from ops.comm.base import World
 from ops.comm.local import run_local
@@ -29,7 +34,8 @@ def configured(path: Path, ranks: int = 2) -> RunConfig:
 
 
 def open_one(world: World, config: RunConfig, resume: bool) -> RankStore:
-    return open_rank_store(config, make_plan(config, rank=world.rank), resume, world)
+    origin = find_origin(config, "latest" if resume else None, world)
+    return open_rank_store(config, make_plan(config, rank=world.rank), origin, world)
 
 
 def on_ranks(config: RunConfig, work: Any, resume: bool = False) -> list[Any]:
@@ -48,7 +54,8 @@ def on_ranks(config: RunConfig, work: Any, resume: bool = False) -> list[Any]:
 
 def commit(config: RunConfig, opened: RankStore, step: int, *, until: str = "published") -> None:
     """Commit `step`; with `until` = "prepared" this rank gets no further than its own part."""
-    run = {"step": step, **save_plan(config).facts}
+    cursor = Cursor(seed=1).to_json()
+    run = {"step": step, "cursor": cursor, **save_plan(config).facts}
     cut = opened.store.cut({"step": step, "run": run})
     if until == "published":
         opened.store.publish(cut, opened.agree)
@@ -112,22 +119,27 @@ def test_what_was_only_prepared_is_discarded(tmp_path, before, prepared):
     assert on_ranks(config, step_found, resume=True) == [wanted, wanted]
 
 
-@pytest.mark.parametrize(
-    ("was", "now", "made"),
-    [
-        (2, 1, "made by 2 ranks with parallel = {"),
-        (2, 4, "made by 2 ranks with parallel = {"),
-        (1, 2, "made by 1 rank with parallel of one rank"),
-    ],
-)
-def test_another_number_of_ranks_is_refused_and_nothing_is_lost(tmp_path, was, now, made):
-    """One rank writes no record: two took its commit for none, and began anew over it."""
-    make_commits(configured(tmp_path, was), (3,))
-    errors = refusals(configured(tmp_path, now), resume=True)
-    assert {type(error) for error in errors} == {ConfigError}
-    (message,) = {str(error) for error in errors}
-    assert made in message and f"but now there are {now} with" in message
-    assert on_ranks(configured(tmp_path, was), step_found, resume=True) == [3] * was
+@pytest.mark.parametrize(("was", "now"), [(2, 1), (2, 4), (1, 2), (4, 2), (4, 1)])
+def test_another_mesh_keeps_the_commit_until_it_has_published_its_own(tmp_path, was, now):
+    """Nothing is lost by a crash before that; afterwards the mesh before is no checkpoint."""
+    before, after = configured(tmp_path, was), configured(tmp_path, now)
+    make_commits(before, (3,))
+    assert on_ranks(after, step_found, resume=True) == [3 if r < was else None for r in range(now)]
+
+    def prepare(world: World, opened: RankStore) -> None:
+        assert not opened.store.blocks()
+        commit(after, opened, 9, until="prepared")
+
+    on_ranks(after, prepare, resume=True)
+    if now > 1:
+        assert on_ranks(before, step_found, resume=True) == [3] * was
+    else:  # the manifest of one rank is its commit, whatever the record still says
+        assert on_ranks(after, step_found, resume=True) == [9]
+    on_ranks(after, lambda world, opened: commit(after, opened, 7), resume=True)
+    assert on_ranks(after, step_found, resume=True) == [7] * now
+    assert ranks_under(str(tmp_path)) == list(range(now)), "free space really returns"
+    assert len(record_of(tmp_path)) == (now > 1)
+    assert {x.step for x in find_checkpoints([str(tmp_path)])} == {7}
 
 
 def test_one_rank_does_not_take_what_several_only_prepared(tmp_path):
@@ -136,16 +148,40 @@ def test_one_rank_does_not_take_what_several_only_prepared(tmp_path):
     assert on_ranks(one, step_found, resume=True) == [None]
 
 
-def test_a_rank_whose_directory_is_missing_is_named_on_all(tmp_path):
+def test_a_part_that_nobody_can_read_is_named_on_all_with_the_way_out(tmp_path):
     config = configured(tmp_path)
     make_commits(config, (3,))
     directory = Path(rank_directory(str(tmp_path), 1))
     directory.rename(tmp_path / "elsewhere")
     for error in refusals(config, resume=True):
-        assert isinstance(error, StorageError)
-        assert "the part of rank 1 is not in offload.nvme.path, directory rank-00001" in str(error)
-    (tmp_path / "rank-00001").rename(tmp_path / "empty")
+        assert isinstance(error, ConfigError)
+        message = str(error)
+        assert "no rank can read the part of rank 1 (rank 1: no directory" in message
+        assert "`headrace checkpoint copy`" in message
     (tmp_path / "elsewhere").rename(directory)
+    assert on_ranks(config, step_found, resume=True) == [3, 3]
+
+
+def test_a_damaged_part_of_the_newest_commit_leads_to_the_one_before(tmp_path):
+    """Two commits are kept; only rank 1's part of the newer one is damaged. Both go back."""
+    config = configured(tmp_path)
+    config = replace(config, offload=replace(config.offload, keep_in_store=2))
+    make_commits(config, (3, 4))
+    (newest,) = [
+        path
+        for path in Path(rank_directory(str(tmp_path), 1)).glob("manifest.*")
+        if decode_manifest(path.read_bytes()).generation == record_of(tmp_path)[0].generations[1]
+    ]
+    newest.write_bytes(newest.read_bytes()[:-1] + b"?")
+
+    def told(world: World) -> str:
+        origin = find_origin(config, "latest", world)
+        assert origin is not None
+        return starting_point(config, origin, True).message
+
+    (message,) = set(run_local(2, told))
+    assert message.startswith("resuming after step 3 (commit 1 of 2 ranks); it is the newest")
+    assert "commit 2 of 2 ranks is not usable: no rank can read the part of rank 1" in message
     assert on_ranks(config, step_found, resume=True) == [3, 3]
 
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from launch.config import RunConfig, load_config
+from launch.origin import find_origin
 from launch.resume import StartingPoint, save_plan, starting_point
 from moe.data.stream import Cursor
 from offload.nvme.store import NvmeStore
+from ops.comm.single import SingleRank
 from ops.errors import ConfigError, StorageError
 
 CURSOR = Cursor(epoch=1, position=8, seed=1, stream="x")
@@ -18,6 +21,14 @@ CURSOR = Cursor(epoch=1, position=8, seed=1, stream="x")
 
 def configured(*overrides: str) -> RunConfig:
     return load_config("tiny-moe", overrides)
+
+
+def begun(folder: Path, config: RunConfig) -> StartingPoint:
+    """Where a run of `config` whose store is in `folder` begins with `--resume latest`."""
+    config = replace(
+        config, offload=replace(config.offload, nvme=replace(config.offload.nvme, path=str(folder)))
+    )
+    return starting_point(config, find_origin(config, "latest", SingleRank()), resume=True)
 
 
 def publish(store: NvmeStore, config: RunConfig, step: int) -> None:
@@ -30,8 +41,7 @@ def going_on(folder: Path, was: RunConfig, now: RunConfig) -> StartingPoint:
     """Commit step 3 of the run `was`; where the run `now` begins after it."""
     with NvmeStore(str(folder), 1 << 20, workers=1) as store:
         publish(store, was, 3)
-    with NvmeStore(str(folder), 1 << 20, workers=1, resume=True) as store:
-        return starting_point(now, store, resume=True)
+    return begun(folder, now)
 
 
 def test_the_same_run_goes_on_at_its_place_in_the_data(tmp_path: Path) -> None:
@@ -41,10 +51,9 @@ def test_the_same_run_goes_on_at_its_place_in_the_data(tmp_path: Path) -> None:
 
 
 def test_without_a_commit_it_starts_at_0_and_says_so(tmp_path: Path) -> None:
-    with NvmeStore(str(tmp_path), 1 << 20, workers=1, resume=True) as store:
-        start = starting_point(configured(), store, resume=True)
-        cursor = Cursor(seed=configured().data.seed)
-        message = f"starting at step 0: no commit in {store.directory}"
+    start = begun(tmp_path, configured())
+    cursor = Cursor(seed=configured().data.seed)
+    message = f"starting at step 0: no commit in {tmp_path / 'rank-00000'}"
     assert start == StartingPoint(0, cursor, False, message)
 
 
@@ -59,9 +68,7 @@ def superseded(tmp_path: Path) -> Path:
 
 def test_a_superseded_commit_is_not_worth_a_word(superseded: Path) -> None:
     """It read as if something had been lost."""
-    with NvmeStore(str(superseded), 1 << 20, workers=1, resume=True) as store:
-        assert store.recovered is not None and store.recovered.skipped
-        message = starting_point(configured(), store, resume=True).message
+    message = begun(superseded, configured()).message
     assert message == "resuming after step 6 (commit 2)"
 
 
@@ -69,11 +76,10 @@ def test_a_damaged_commit_is_told_beside_the_one_that_is_taken(superseded: Path)
     """Steps are made again; the user must know why."""
     newest = superseded / "rank-00000/manifest.0"
     newest.write_bytes(newest.read_bytes()[:-1] + b"?")
-    with NvmeStore(str(superseded), 1 << 20, workers=1, resume=True) as store:
-        message = starting_point(configured(), store, resume=True).message
+    message = begun(superseded, configured()).message
     taken, told = message.split("; ")
     assert taken == "resuming after step 3 (commit 1)"
-    assert told.startswith("it is the newest that is whole, not usable: manifest.0: ")
+    assert told.startswith("it is the newest that is whole: manifest.0: ")
     assert "superseded" not in told
 
 
@@ -123,8 +129,5 @@ def test_idle_experts_that_were_skipped_are_not_replayed(tmp_path: Path) -> None
 def test_a_commit_of_something_else_is_no_starting_point(tmp_path: Path) -> None:
     with NvmeStore(str(tmp_path), 1 << 20, workers=1) as store:
         store.publish(store.cut({"other": 1}))
-    with (
-        NvmeStore(str(tmp_path), 1 << 20, workers=1, resume=True) as store,
-        pytest.raises(StorageError, match="not made by a training run"),
-    ):
-        starting_point(configured(), store, resume=True)
+    with pytest.raises(StorageError, match="the commit says nothing usable of its run"):
+        begun(tmp_path, configured())
