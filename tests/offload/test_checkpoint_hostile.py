@@ -8,6 +8,7 @@ is the right bytes or a sentence.
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import os
 import shutil
@@ -173,6 +174,7 @@ def places(value, path=()):
 
 
 def put(fields, place, value):
+    value = copy.deepcopy(value)  # a later change must not reach what values are drawn from
     if not place:
         return value
     target = fields
