@@ -20,6 +20,7 @@ from moe.mesh import Mesh
 from moe.parallel import ParallelGroups
 from moe.params import initial_values, rank_slice_rows
 from moe.schedule import gradient_uses
+from moe.weights.initial import check_initial_weights, initial_weights
 from offload.engine import OffloadEngine
 from offload.nvme.aligned import AccessMode, choose_access
 from offload.nvme.directory import path_error
@@ -226,5 +227,18 @@ def make_engine(
 
 
 def initialize(config: RunConfig, engine: OffloadEngine) -> None:
-    """Give the engine the initial values that belong to `train.seed`."""
-    engine.initialize(lambda tensor: initial_values(tensor, config.train.seed))
+    """Give the engine the weights in `train.init_from`, else the values of `train.seed`.
+
+    Raises ConfigError when the directory does not hold this model, StorageError while reading it.
+    """
+    if config.train.init_from:
+        with initial_weights(config.train.init_from, config.model) as weights:
+            engine.initialize(weights.values)
+    else:
+        engine.initialize(lambda tensor: initial_values(tensor, config.train.seed))
+
+
+def check_start(config: RunConfig) -> None:
+    """Raise ConfigError when what a new run would start with is not there, or of another model."""
+    if config.train.init_from:
+        check_initial_weights(config.train.init_from, config.model)

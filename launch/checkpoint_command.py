@@ -20,6 +20,7 @@ from rich.progress import (
 )
 from rich.table import Table
 
+from launch.export_command import export, import_checkpoint
 from offload.checkpoint.catalog import Checkpoint, find_checkpoints
 from offload.checkpoint.copy import choose_source, copy_checkpoint
 from offload.checkpoint.removal import delete_checkpoint
@@ -30,7 +31,9 @@ from offload.nvme.verify import Damage
 from ops.errors import ConfigError, StorageError
 from ops.units import format_bytes
 
-app = typer.Typer(help="List, verify, copy and delete checkpoints.", no_args_is_help=True)
+app = typer.Typer(help="List, verify, copy, exchange and delete checkpoints.", no_args_is_help=True)
+app.command("export")(export)
+app.command("import")(import_checkpoint)
 
 PathsArgument = Annotated[
     list[Path],
@@ -43,7 +46,7 @@ PathsArgument = Annotated[
 
 @app.callback()
 def _group() -> None:
-    """List, verify, copy and delete checkpoints."""
+    """List, verify, copy, exchange and delete checkpoints."""
 
 
 @app.command("list")

@@ -250,7 +250,7 @@ def data(context: typer.Context) -> None:
 
 @app.command("checkpoint", **_FORWARDED)  # type: ignore[arg-type]
 def checkpoint(context: typer.Context) -> None:
-    """List, verify, copy and delete checkpoints: see `headrace checkpoint --help`."""
+    """List, verify, copy, exchange and delete checkpoints: see `headrace checkpoint --help`."""
     from launch.checkpoint_command import app as checkpoint_app
 
     _forward(context, "checkpoint", checkpoint_app)

@@ -88,6 +88,7 @@ def _digests(config: RunConfig, source: TokenSource | None) -> dict[str, str]:
 def _recorded(config: RunConfig) -> dict[str, Any]:
     """What a commit keeps of the configuration: whatever the numbers of a run depend on."""
     whole = config.to_dict()
+    del whole["train"]["init_from"]  # what it led to is in the commit
     return {
         **{key: whole[key] for key in _SECTIONS},
         "offload": {"idle_expert_policy": config.offload.idle_expert_policy},

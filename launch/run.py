@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from launch.build import (
+    check_start,
     compute_parts,
     initialize,
     make_engine,
@@ -100,6 +101,8 @@ def run_training(
     mesh = Mesh(config.parallel)
     assert mesh.num_ranks == world.size, "the command line compares them"
     origin = find_origin(config, resume, world)
+    if origin is None:  # a commit brings its weights
+        check_start(config)
     start = starting_point(config, origin, resume is not None)
     own_bytes = 0 if origin is None else origin.own_bytes
     plan = make_plan(config, own_bytes > 0, world.rank, own_bytes)

@@ -87,6 +87,9 @@ class TrainConfig:
 
     `freeze` lists units that are used but not trained, by name or shell pattern: `embed.*`,
     `layers.0`, `layers.*.experts.*`, `norm`, `head.*`.
+
+    `init_from` is a directory of safetensors files whose weights a new run starts with; empty makes
+    initial values from `seed`.
     """
 
     steps: int = 100
@@ -106,6 +109,7 @@ class TrainConfig:
     alarm_multiple: float = 0.0
     eval_batches: int = 8
     freeze: list[str] = field(default_factory=list)
+    init_from: str = ""
 
     def __post_init__(self) -> None:
         for name in ("steps", "seq_len", "micro_batch_size", "gradient_accumulation_steps"):
@@ -122,6 +126,9 @@ class TrainConfig:
         check_int("train.eval_batches", self.eval_batches, low=1)
         if not all(isinstance(pattern, str) and pattern for pattern in self.freeze):
             raise refuse("train.freeze", self.freeze, "allowed is a list of unit names or patterns")
+        if not isinstance(self.init_from, str):
+            allowed = "allowed is a directory of safetensors files, or nothing"
+            raise refuse("train.init_from", self.init_from, allowed)
         check_choice(
             "train.micro_batch_order", self.micro_batch_order, ("layer_major", "batch_major")
         )

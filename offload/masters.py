@@ -8,14 +8,13 @@ import numpy as np
 
 from offload.arena import Buffer
 from offload.blocks import TensorPlace, TensorSpec, UnitLayout
-from offload.device_copy import field_view
 from offload.host_memory import HostMemory
 from offload.nvme.store import NvmeStore
 from offload.residency import Shared, UnitState
 from offload.runs import runs_of
+from offload.unit_values import UnitValues
 from ops.errors import StorageError
 from ops.kernels.pool import KernelPool
-from ops.kernels.split import join_master, narrow_f16, split_master
 
 Fill = Callable[[UnitLayout, np.ndarray, np.ndarray | None], int]
 """Fills the weight and the state block (u8) of a unit; returns the version of what they hold."""
@@ -99,10 +98,11 @@ class MasterAccess:
             weight, state = self._blocks(unit)
             if state is not None:
                 state.array[:] = 0
+            blocks = self._values(unit, weight, state)
             for place in unit.layout.places:
                 spec = place.spec
                 numbers = values(spec) if spec.name else np.zeros(spec.size, np.float32)
-                self._store_values(unit, place, numbers, weight, state)
+                blocks.put_masters(place, numbers)
             for part, buffer, cold in (
                 ("weight", weight, unit.weight_on_nvme),
                 ("state", state, unit.state_on_nvme),
@@ -132,7 +132,13 @@ class MasterAccess:
                 weight, state = self._blocks(unit)
                 self._read(unit, weight, state)
                 loaded = unit
-            yield place.spec, self._values(unit, place, weight, state)
+            masters = np.empty(place.spec.size, np.float32)
+            self._values(unit, weight, state).masters(place)(0, masters.size, masters)
+            yield place.spec, masters
+
+    def _values(self, unit: UnitState, weight: Buffer, state: Buffer | None) -> UnitValues:
+        array = None if state is None else state.array
+        return UnitValues(unit.layout, weight.array, array, self._pool)
 
     def _blocks(self, unit: UnitState) -> tuple[Buffer, Buffer | None]:
         """The unit's blocks: its homes, or parts of an idle update slot; frozen: no state."""
@@ -168,49 +174,3 @@ class MasterAccess:
         except BaseException as error:
             self._shared.fail(error)  # after a corrupt block nothing is trained on
             raise
-
-    def _store_values(
-        self,
-        unit: UnitState,
-        place: TensorPlace,
-        values: np.ndarray,
-        weight: Buffer,
-        state: Buffer | None,
-    ) -> None:
-        layout = unit.layout
-        lo, hi = place.start, place.start + place.spec.size
-        if place.kept:
-            first = layout.num_split
-            master = field_view(weight, layout.field("weight", "master"))
-            master[lo - first : hi - first] = values
-            return
-        compute = field_view(weight, layout.field("weight", "weight"))[lo:hi]
-        if layout.weight_dtype == "float16":
-            if state is not None:
-                field_view(state, layout.field("state", "master_split"))[lo:hi] = values
-            narrow_f16(values, compute, pool=self._pool)
-            return
-        residual = np.empty(place.spec.size, np.int16)  # a frozen unit's is dropped
-        if state is not None:
-            residual = field_view(state, layout.field("state", "residual"))[lo:hi]
-        split_master(values, compute, residual, pool=self._pool)
-
-    def _values(
-        self, unit: UnitState, place: TensorPlace, weight: Buffer, state: Buffer | None
-    ) -> np.ndarray:
-        layout = unit.layout
-        lo, hi = place.start, place.start + place.spec.size
-        if place.kept:
-            first = layout.num_split
-            return field_view(weight, layout.field("weight", "master"))[lo - first : hi - first]
-        compute = field_view(weight, layout.field("weight", "weight"))[lo:hi]
-        if layout.weight_dtype == "float16":
-            if state is None:
-                return compute.astype(np.float32)
-            return field_view(state, layout.field("state", "master_split"))[lo:hi]
-        master = np.empty(place.spec.size, np.float32)
-        residual = np.zeros(place.spec.size, np.int16)
-        if state is not None:
-            residual = field_view(state, layout.field("state", "residual"))[lo:hi]
-        join_master(compute, residual, master, pool=self._pool)
-        return master

@@ -10,7 +10,7 @@ O(tensors).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -106,10 +106,15 @@ class UnitSources:
         self.missing = _names(left, bases)
 
 
-def copies(runs: Runs, target: UnitLayout, source: UnitLayout, part: str) -> Copies:
-    """The bytes of block `part` that `runs` are: of every component, in the source's order."""
+def copies(
+    runs: Runs, target: UnitLayout, source: UnitLayout, part: str, without: Container[str] = ()
+) -> Copies:
+    """The bytes of block `part` that `runs` are: of every component but those `without`, in the
+    source's order."""
     rows: list[tuple[I64, I64, I64]] = []
     for field in target.fields[part]:
+        if field.component in without:
+            continue
         other = source.field(part, field.component)
         lo, hi = _span(target, field)
         low, _ = _span(source, other)

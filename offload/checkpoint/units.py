@@ -19,6 +19,7 @@ from offload.blocks import UnitLayout
 from offload.checkpoint.layout import Runs, UnitSources, copies
 from offload.ledger import Ledger
 from offload.nvme.extents import Extent
+from offload.unit_values import MOMENTS
 from offload.update_job import groups, replay
 from ops.errors import StorageError
 from ops.kernels.pool import KernelPool
@@ -90,29 +91,33 @@ class UnitReader:
         weight: np.ndarray,
         state: np.ndarray | None,
         until: int | None = None,
+        moments: bool = True,
     ) -> int:
         """Fill the `weight` and `state` block of `target`; returns the version they now have.
 
         `weight`, `state`: u8, at least the bytes of the block; None for a frozen unit's state.
         With `until` everything is replayed up to that optimizer step, else only as far as the
-        newest piece is. Raises StorageError when the commit lacks an element, or is of another
+        newest piece is. Without `moments` they are not read, and zero, where no replay needs them.
+        Raises StorageError when the commit lacks an element, or is of another
         model, or when a chunk does not verify.
         """
         blocks = {"weight": weight, "state": state}
         pieces = self._pieces(target)
+        version = max((piece.version for piece in pieces), default=0)
+        if until is None or state is None or not self._replays:
+            until = version
+        is_replayed = state is not None and self._replays
+        behind = [piece for piece in pieces if is_replayed and piece.version < until]
+        without = () if moments or behind else MOMENTS
         for part in PARTS:
             block = blocks[part]
             if block is None:
                 continue
             block[:] = 0  # what pads is zero
             for piece in pieces:
-                self._copy(piece, target, part, block)
-        version = max((piece.version for piece in pieces), default=0)
-        if state is None or not self._replays:
-            return version
-        until = version if until is None else until
-        behind = [piece for piece in pieces if piece.version < until]
+                self._copy(piece, target, part, block, without)
         if behind:
+            assert state is not None
             buffers = (_buffer(weight), _buffer(state))
             for since, lo, hi in _spans(target, pieces, behind):
                 self._catch_up(target, *buffers, since, until, lo, hi)
@@ -165,8 +170,15 @@ class UnitReader:
             )
         return versions.pop()
 
-    def _copy(self, piece: _Piece, target: UnitLayout, part: str, block: np.ndarray) -> None:
-        table = copies(piece.runs, target, piece.layout, part)
+    def _copy(
+        self,
+        piece: _Piece,
+        target: UnitLayout,
+        part: str,
+        block: np.ndarray,
+        without: Sequence[str],
+    ) -> None:
+        table = copies(piece.runs, target, piece.layout, part, without)
         read = self._parts[piece.rank].read_chunks(_block(target.name, part), table.chunks())
         for chunk, data in read:
             source = np.frombuffer(data, np.uint8)

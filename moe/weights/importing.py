@@ -1,0 +1,224 @@
+"""Safetensors files as a native checkpoint of one rank, which a run can resume at.
+
+An export with moments says in `headrace.json` where its run stood and becomes a commit of that
+step. Plain weights become a commit of step 0 with moments of zero. Units are written one by one;
+nothing is a checkpoint before the last of them is durable (`NvmeStore.publish`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from moe.checkpoint import saved_run
+from moe.weights.directory import FACTS_FILE
+from moe.weights.export import FORMAT, OnBytes
+from moe.weights.initial import TensorSource, initial_weights
+from moe.weights.names import Match, model_shapes
+from moe.weights.reading import WeightFiles
+from offload.blocks import UnitLayout
+from offload.nvme.aligned import aligned_buffer, choose_access
+from offload.nvme.directory import rank_directory
+from offload.nvme.files import OsDirectoryFiles, describe_os_error
+from offload.nvme.handle import Handle
+from offload.nvme.recovery import read_slots
+from offload.nvme.store import NvmeStore
+from offload.rank_commits import RECORD_NAME
+from offload.runs import runs_of
+from offload.unit_values import MOMENTS, UnitValues
+from ops.errors import ConfigError, StorageError
+from ops.kernels.pool import KernelPool
+from ops.units import round_up
+
+_FACTS_BYTES_MAX = 256 << 20
+_PARTS = ("weight", "state")
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What `headrace.json` says: `run` as a commit has it, `frozen` names tensors."""
+
+    step: int
+    optimizer_step: int
+    has_moments: bool
+    run: Mapping[str, Any]
+    loss_scale: Mapping[str, Any]
+    frozen: frozenset[str] = field(default_factory=frozenset)
+
+    def meta(self, **run: Any) -> dict[str, Any]:
+        """What a commit of these facts says; `run` replaces parts of what it says of its run.
+
+        An export has caught up with every step, so the ledger has no step left to replay.
+        """
+        engine = {
+            "ledger": {"step": self.optimizer_step, "rates": []},
+            "loss_scale": dict(self.loss_scale),
+        }
+        told = {**self.run, **run, "step": self.step}
+        return {"step": self.step, "engine": engine, "run": told}
+
+
+def read_facts(directory: str) -> Facts | None:
+    """The facts of an export; None where there are none. ConfigError when they are unsound."""
+    path = os.path.join(directory, FACTS_FILE)
+    try:
+        if os.path.getsize(path) > _FACTS_BYTES_MAX:
+            raise ConfigError(f"{path} is larger than {_FACTS_BYTES_MAX} bytes")
+        with open(path, "rb") as file:
+            saved = json.loads(file.read())
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise ConfigError(f"{path}: {describe_os_error(error)}") from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} is no JSON ({error})") from None
+    if not isinstance(saved, dict) or saved.get("format") != FORMAT:
+        said = saved.get("format") if isinstance(saved, dict) else None
+        raise ConfigError(f"{path} is of format {said!r}; this version reads {FORMAT!r}")
+    try:
+        facts = Facts(
+            saved["step"],
+            saved["optimizer_step"],
+            saved["moments"],
+            saved["run"],
+            saved["loss_scale"],
+            frozenset(saved["frozen"]),
+        )
+        counts = (facts.step, facts.optimizer_step)
+        sound = all(type(x) is int and x >= 0 for x in counts) and type(facts.has_moments) is bool
+        if not sound or not isinstance(facts.run, dict) or not isinstance(facts.loss_scale, dict):
+            raise TypeError("a field is of another type")
+    except (KeyError, TypeError) as error:
+        raise ConfigError(f"{path} is damaged ({error!r})") from None
+    return facts
+
+
+class Import:
+    """A directory of weights and the commit that is to be made of them."""
+
+    def __init__(self, directory: str, meta: Mapping[str, Any], facts: Facts | None) -> None:
+        """`meta` is the commit's; moments come from `directory` if `facts` say it has them.
+
+        Raises ConfigError when `meta` tells of no run of this version.
+        """
+        self._directory = directory
+        self._meta = meta
+        try:
+            self._run = saved_run(meta)
+        except StorageError as error:
+            raise ConfigError(f"{directory}: {error}") from None
+        self._facts = facts if facts is not None and facts.has_moments else None
+        self._layouts = list(self._run.whole.values())
+
+    @property
+    def data_bytes(self) -> int:
+        """Bytes of all blocks."""
+        return sum(x.nbytes(part) for x in self._layouts for part in _PARTS)
+
+    def write(self, path: str, on_bytes: OnBytes, pool: KernelPool) -> None:
+        """Make the checkpoint under `path`; returns when it is durable.
+
+        Raises ConfigError when `path` holds a checkpoint, or the files not this model, or the disk
+        too little room; StorageError when reading or writing fails.
+        """
+        refuse_checkpoint(path)
+        with ExitStack() as stack:
+            name = f"the import of {self._directory}: weights"
+            weights = stack.enter_context(initial_weights(self._directory, self._run.model, name))
+            moments = {stem: self._moments(stack, stem) for stem in MOMENTS if self._facts}
+            align = choose_access(_made(path)).alignment_bytes
+            room = sum(round_up(x.nbytes(p), align) for x in self._layouts for p in _PARTS)
+            store = stack.enter_context(NvmeStore(path, room, rank=0))
+            self._write_units(store, weights, moments, align, on_bytes, pool)
+            store.publish(store.cut(self._meta))
+
+    def _moments(self, stack: ExitStack, stem: str) -> TensorSource:
+        """The moments of every tensor that was trained and still is."""
+        key = f"the import of {self._directory}: {stem}"
+        files = stack.enter_context(WeightFiles(self._directory, key, stem))
+        assert self._facts is not None
+        trained = {
+            place.spec.name
+            for layout in self._layouts
+            for place in layout.places
+            if not layout.frozen and place.spec.name not in self._facts.frozen
+        }
+        shapes = model_shapes(self._run.model)
+        wanted = {name: shape for name, shape in shapes.items() if name in trained}
+        match = Match(self._run.model, files.tensors, wanted)
+        match.require(key, extra=False)
+        return TensorSource(files, match.places)
+
+    def _write_units(
+        self,
+        store: NvmeStore,
+        weights: TensorSource,
+        moments: Mapping[str, TensorSource],
+        align: int,
+        on_bytes: OnBytes,
+        pool: KernelPool,
+    ) -> None:
+        """Write every unit; one is written while the next is read."""
+        version = 0 if self._facts is None else self._facts.optimizer_step
+        sizes = [round_up(max(x.nbytes(p) for x in self._layouts), align) for p in _PARTS]
+        scratch = [[aligned_buffer(size, align) for size in sizes] for _ in range(2)]
+        writing: list[list[Handle]] = [[], []]
+        for index, layout in enumerate(self._layouts):
+            blocks, handles = scratch[index % 2], writing[index % 2]
+            while handles:
+                handles.pop().wait()
+            _fill(layout, blocks, weights, moments, pool)
+            for part, block in zip(_PARTS, blocks):
+                nbytes = layout.nbytes(part)
+                if nbytes:
+                    runs = runs_of(layout, part)
+                    name = f"{layout.name}/{part}"
+                    data = block[: round_up(nbytes, align)]
+                    handles.append(
+                        store.write(name, data, "commit", nbytes=nbytes, version=version, runs=runs)
+                    )
+                    on_bytes(nbytes)
+        store.drain()
+
+
+def _fill(
+    layout: UnitLayout,
+    blocks: list[np.ndarray],
+    weights: TensorSource,
+    moments: Mapping[str, TensorSource],
+    pool: KernelPool,
+) -> None:
+    """Put a unit together from files; moments that there are not are zero."""
+    weight, state = blocks
+    weight[:] = 0
+    state[:] = 0
+    values = UnitValues(layout, weight, None if layout.frozen else state, pool)
+    for place in layout.places:
+        values.put_masters(place, weights.values(place.spec))
+        for stem, source in moments.items():
+            if not layout.frozen and place.spec.name in source:
+                values.put_moments(place, stem, source.values(place.spec))
+
+
+def refuse_checkpoint(path: str) -> None:
+    """Raise ConfigError when a checkpoint, or a part of one, lies under `path`."""
+    directory = rank_directory(path, 0)
+    is_there = os.path.lexists(os.path.join(path, RECORD_NAME))
+    if not is_there and os.path.isdir(directory):
+        is_there = bool(read_slots(directory, OsDirectoryFiles()))
+    if is_there:
+        raise ConfigError(f"--out {path} holds a checkpoint: choose another directory")
+
+
+def _made(path: str) -> str:
+    try:
+        os.makedirs(path, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--out {path}: {describe_os_error(error)}") from error
+    return path
