@@ -2,9 +2,11 @@
 #
 # PYTHON=...  the interpreter for the environment (default: the first suitable one found)
 # VENV=...    where the environment is made (default: .venv)
+# WORKERS=... how many processes `make test` runs tests in (default: 2)
 
 PYTHON ?= python3
 VENV ?= .venv
+WORKERS ?= 2
 CONFIG ?= tiny-moe
 
 BIN := $(VENV)/bin
@@ -15,11 +17,12 @@ BENCHMARKS := $(filter-out bench_step bench_parallel bench_checkpoint,$(basename
 
 SUITABLE := import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 12))
 
-.PHONY: help setup train test test-kill test-parallel test-32 checks bench bench-store bench-step bench-parallel bench-checkpoint clean
+.PHONY: help setup train test test-long test-kill test-parallel test-32 checks bench bench-store bench-step bench-parallel bench-checkpoint clean
 
 help:
 	@echo "make train   train the shipped model (about 3 minutes after installation)"
-	@echo "make test    run the tests"
+	@echo "make test    run the tests (10 minutes on two cores)"
+	@echo "make test-long  the long versions of tests, but those of the next three"
 	@echo "make test-kill  200 kills -9 in named phases of a run, 100 of saves on 4 ranks, each resumed"
 	@echo "make test-parallel  every mesh of 2, 4 and 8 ranks beside one rank (an hour on two cores)"
 	@echo "make test-32  32 ranks train a small model (10 minutes on two cores, 16 GiB of memory)"
@@ -59,20 +62,28 @@ $(STAMP): pyproject.toml
 train: setup
 	$(BIN)/headrace train $(CONFIG)
 
+# A worker takes whole files, in their order: their tests share what is slow to make.
 test: setup
-	$(BIN)/python -m pytest tests -m "not long"
+	$(BIN)/python -m pytest tests -m "not long" -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 KILL_TESTS := tests/offload/test_engine_kill.py tests/offload/test_rank_kill.py \
               tests/launch/test_kill_and_resume.py
+PARALLEL_TESTS := tests/launch/test_meshes.py tests/launch/test_mesh_cases.py \
+                  tests/moe/test_pipeline_ranks.py tests/moe/test_parallel_experts.py
+TEST_32 := tests/launch/test_32_ranks.py
+
+test-long: setup
+	$(BIN)/python -m pytest tests -m long \
+	    $(addprefix --ignore=,$(KILL_TESTS) $(PARALLEL_TESTS) $(TEST_32))
 
 test-kill: setup
 	$(BIN)/python -m pytest $(KILL_TESTS) -m long
 
 test-parallel: setup
-	$(BIN)/python -m pytest tests/launch/test_meshes.py tests/launch/test_mesh_cases.py
+	$(BIN)/python -m pytest $(PARALLEL_TESTS)
 
 test-32: setup
-	$(BIN)/python -m pytest tests/launch/test_32_ranks.py
+	$(BIN)/python -m pytest $(TEST_32)
 
 checks: setup
 	$(BIN)/ruff format --check .

@@ -39,12 +39,15 @@ class _InTurns:
         return released
 
 
-def run_in_turns(size: int, function: Callable[[Any], T]) -> list[T]:
-    """`function(world)` on `size` ranks, at most one of them computing; results in rank order."""
+def run_in_turns(size: int, function: Callable[[Any], T], **options: Any) -> list[T]:
+    """`function(world)` on `size` ranks, at most one of them computing; results in rank order.
+
+    `options` are those of `run_local`.
+    """
     turn = threading.Lock()
 
     def work(world: Any) -> T:
         with turn:
             return function(_InTurns(world, turn))
 
-    return run_local(size, work, timeout_seconds=300.0)
+    return run_local(size, work, timeout_seconds=300.0, **options)

@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+import atexit
 import json
+import os
 import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import yaml
 
 from launch.mesh_plan import RankPlan
+from moe.data.token_file import TokenFileWriter
 from offload.placement import MemoryPlan, Term, TierPlan
 
 ROOT = Path(__file__).parents[2]
 MIB = 2**20
 Completed = subprocess.CompletedProcess[str]
+WIDE = os.environ | {"COLUMNS": "1000"}  # no line is broken, however long a path in it
 
 # So small that a run is a few seconds, of which most is importing and compiling.
 SMALL: dict[str, Any] = {
@@ -35,6 +42,7 @@ SMALL: dict[str, Any] = {
     },
     "train": {"steps": 4, "seq_len": 32, "micro_batch_size": 2, "eval_batches": 2},
     "optimizer": {"learning_rate": 2e-3, "warmup_steps": 2},
+    "runtime": {"threads": 1},  # tests run side by side
     "offload": {
         "device": {"capacity": "8MiB"},
         "host": {"capacity": "2MiB"},
@@ -146,18 +154,31 @@ def run_python(code: str, *arguments: str, **options: Any) -> Completed:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=120,
         check=False,
-        **options,
+        **{"timeout": 120} | options,
     )
+
+
+@cache
+def small_text() -> Path:
+    """A short text that can be learnt. It is opened at once; reading CPython's takes seconds."""
+    folder = Path(tempfile.mkdtemp(prefix="headrace-text-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    words = np.random.default_rng(3).integers(97, 123, (50, 4))
+    with TokenFileWriter(folder / "text.tokens", 257, 256) as writer:
+        writer.append(words[np.random.default_rng(4).zipf(1.5, 5000) % 50].reshape(-1))
+        writer.end_document()
+        writer.publish()
+    return folder / "text.tokens"
 
 
 def command(folder: Path, *arguments: str) -> list[str]:
     """The command line that trains SMALL with its files below `folder`."""
     offload = SMALL["offload"]
     nvme = offload["nvme"] | {"path": str(folder / "nvme")}
+    data = {"source": str(small_text())}
     path = folder / "small.yaml"
-    path.write_text(yaml.safe_dump(SMALL | {"offload": offload | {"nvme": nvme}}))
+    path.write_text(yaml.safe_dump(SMALL | {"offload": offload | {"nvme": nvme}, "data": data}))
     run = ["--run-dir", str(folder / "run")]
     return [sys.executable, "-m", "launch", "train", str(path), *run, *arguments]
 
@@ -165,7 +186,12 @@ def command(folder: Path, *arguments: str) -> list[str]:
 def call(folder: Path, *arguments: str) -> Completed:
     """Train to the end."""
     return subprocess.run(
-        command(folder, *arguments), capture_output=True, text=True, cwd=ROOT, timeout=300
+        command(folder, *arguments),
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=WIDE,
+        timeout=300,
     )
 
 
@@ -176,41 +202,52 @@ def call_script(script: str, folder: Path, *arguments: str) -> Completed:
         capture_output=True,
         text=True,
         cwd=ROOT,
+        env=WIDE,
         timeout=300,
     )
 
 
-# What the calls print is captured below Python, so that libraries in C are heard, too.
+# What the calls print is captured below Python, so that libraries in C are heard, too. MindSpore
+# takes the number of its threads but once.
 EACH = """
 import json, os, sys
 from launch.cli import main
 folder, cases = sys.argv[1], json.load(sys.stdin)
 codes = []
-for number, arguments in enumerate(cases):
+def configured(self, threads=None):
+    self._threads = threads
+for number, (before, arguments) in enumerate(cases):
     for fd, name in ((1, "out"), (2, "err")):
         file = os.open(f"{folder}/{number}.{name}", os.O_WRONLY | os.O_CREAT)
         os.dup2(file, fd)
         os.close(file)
+    exec(before)
     sys.argv = ["headrace", *arguments]
     try:
         main()
+        codes.append(0)
     except SystemExit as end:
-        codes.append(end.code)
+        codes.append(end.code or 0)
     sys.stdout.flush()
+    if "ops.backend" in sys.modules:
+        sys.modules["ops.backend"].MindSporeBackend.configure = configured
 with open(f"{folder}/codes", "w") as file:
     json.dump(codes, file)
 """
 
 
-def call_each(folder: Path, commands: Sequence[Sequence[str]]) -> list[Completed]:
-    """Several commands (see `command`) one after another in one process, which starts but once.
-
-    For commands that are refused: what they print is kept apart, in `folder`.
+def call_each(
+    folder: Path, commands: Sequence[Sequence[str]], before: Mapping[int, str] | None = None
+) -> list[Completed]:
+    """Several commands (see `command`) one after another in one process, which starts and compiles
+    but once. What they print is kept apart, in `folder`. `before` is Python that is executed
+    before the command of that number, and stays in force.
     """
-    folder.mkdir()
-    text = json.dumps([line[3:] for line in commands])
-    process = run_python(EACH, str(folder), input=text)
-    assert process.returncode == 0, (folder / f"{len(commands) - 1}.err").read_text()
+    folder.mkdir(parents=True)
+    text = json.dumps([((before or {}).get(n, ""), line[3:]) for n, line in enumerate(commands)])
+    process = run_python(EACH, str(folder), input=text, env=WIDE, timeout=600)
+    told = sorted(folder.glob("*.err"), key=lambda path: int(path.stem))
+    assert process.returncode == 0, told[-1].read_text() if told else process.stderr
     codes = json.loads((folder / "codes").read_text())
     out, err = (
         [(folder / f"{number}.{name}").read_text() for number in range(len(commands))]
@@ -222,7 +259,12 @@ def call_each(folder: Path, commands: Sequence[Sequence[str]]) -> list[Completed
 def start(folder: Path, *arguments: str, stderr: int = subprocess.STDOUT) -> subprocess.Popen[str]:
     """Begin to train; what is printed can be read from `stdout`."""
     return subprocess.Popen(
-        command(folder, *arguments), stdout=subprocess.PIPE, stderr=stderr, text=True, cwd=ROOT
+        command(folder, *arguments),
+        stdout=subprocess.PIPE,
+        stderr=stderr,
+        text=True,
+        cwd=ROOT,
+        env=WIDE,
     )
 
 

@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.launch.helpers import small_text
+
 pytest.importorskip("mpi4py", reason="the extra headrace[mpi] is not installed")
 
 ROOT = Path(__file__).parents[2]
@@ -39,6 +41,8 @@ train:
 optimizer:
   learning_rate: 1e-2
   warmup_steps: 3
+data:
+  source: {source}
 offload:
   device: {capacity: 64MiB}
   host: {capacity: 64MiB}
@@ -53,7 +57,7 @@ parallel:
 def launch(folder: Path, launcher: str) -> dict[str, Any]:
     """Train five steps on two ranks; the report, with the losses."""
     folder.mkdir()
-    (folder / "config.yaml").write_text(CONFIG)
+    (folder / "config.yaml").write_text(CONFIG.replace("{source}", str(small_text())))
     command = [sys.executable, "-m", "launch", "launch", "-n", "2", "--launcher", launcher]
     command += ["train", "config.yaml", "--steps", "5", "--run-dir", "run"]
     binaries = str(Path(sys.executable).parent)

@@ -1,6 +1,7 @@
 """Every mesh trains the same model as one rank does: real ranks under `mpirun`.
 
-`make test` runs a mesh of each kind; `make test-parallel` every mesh of 2, 4 and 8 ranks.
+`make test` runs a mesh of each kind, one of 2 and one of 4 ranks in two ways; `make test-parallel`
+every mesh of 2, 4 and 8 ranks, and more ways.
 """
 
 from __future__ import annotations
@@ -155,10 +156,26 @@ SPECIAL = [
 ]
 
 
+def check_bits(found: dict[str, Any], wanted: dict[str, Any], name: str) -> None:
+    for key in ("losses", "norms", "evals", "digest"):
+        assert found[key] == wanted[key], (name, key)
+
+
 @pytest.mark.parametrize(("ranks", "cases"), [(2, TWO), (4, FOUR)])
 def test_a_mesh_trains_the_model_of_one_rank(tmp_path, alone, ranks, cases):
+    """And the first of them has the same bits when everything about memory is otherwise."""
     short = [replace(case, **SHORT) for case in cases]
-    check_all(train(ranks, short, tmp_path / "run", 900), short, alone)
+    first = short[0]
+    otherwise = replace(
+        first,
+        name="otherwise",
+        smallest=True,
+        train=first.train | {"recompute": "full"},
+        offload={"pipeline": "sync", "idle_expert_policy": "dense"},
+    )
+    found = train(ranks, [*short, otherwise], tmp_path / "run", 900)
+    check_all(found, short, alone)
+    check_bits(found["otherwise"], found[first.name], first.name)
 
 
 def same_bits(path: Path, ranks: int, case: Case) -> None:
@@ -173,17 +190,14 @@ def same_bits(path: Path, ranks: int, case: Case) -> None:
     ]
     found = train(ranks, cases, path, 1800)
     for name, results in found.items():
-        for key in ("losses", "norms", "evals", "digest"):
-            assert results[key] == found[case.name][key], (case.name, name, key)
+        check_bits(results, found[case.name], f"{case.name}: {name}")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "case",
-    [
-        mesh(dp=2, ep=2, train=BFLOAT16),
-        pytest.param(mesh(op=2, train=BFLOAT16), marks=pytest.mark.long),
-    ],
-    ids=lambda x: getattr(x, "name", None),
+    [mesh(dp=2, ep=2, train=BFLOAT16), mesh(op=2, train=BFLOAT16)],
+    ids=lambda x: x.name,
 )
 def test_two_ranks_give_the_same_bits_again_and_under_any_budget(tmp_path, case):
     same_bits(tmp_path / "run", 2, replace(case, steps=3, sequences=4, evaluate=False))

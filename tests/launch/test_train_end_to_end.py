@@ -7,6 +7,7 @@ import math
 import signal
 import subprocess
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -18,7 +19,6 @@ from tests.launch.helpers import (
     Completed,
     call,
     call_each,
-    call_script,
     command,
     report_of,
     start,
@@ -30,7 +30,8 @@ from tests.launch.helpers import (
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory) -> tuple[Path, Completed]:
     folder = tmp_path_factory.mktemp("finished")
-    return folder, call(folder, "--trace", str(folder / "trace.json"))
+    usual = ("--set", "data.source=cpython", "--set", "runtime.threads=0")
+    return folder, call(folder, *usual, "--trace", str(folder / "trace.json"))
 
 
 def test_a_run_ends_well_and_says_where_its_report_is(finished):
@@ -114,48 +115,21 @@ def test_a_signal_ends_the_run_after_its_step(tmp_path, number):
     assert report["commits"]["last_step"] == report["steps"], "it can be resumed from there"
 
 
-def test_a_numeric_alarm_is_exit_4(tmp_path):
-    result = call(tmp_path, "--set", "optimizer.learning_rate=1e30")
-    assert result.returncode == 4, result.stderr
-    assert "learning_rate" in result.stderr and "Traceback" not in result.stderr
-    report = report_of(tmp_path)
-    assert report["exit_reason"].startswith("NumericAlarm")
-    assert report["commits"]["last_step"] == report["steps"], "its last step is saved"
-    assert f"Step {report['steps']} is saved" in result.stderr
-
-
 FAULTY = """
-import functools, launch.build, offload.nvme.transfers
-from launch.cli import main
+import functools, launch.build, offload.nvme.store, offload.nvme.transfers
 from offload.testing_storage import Fault, FaultyStorage
 # Which neighbours share a call is a matter of timing, and so would be how many calls there are.
 offload.nvme.transfers.NEIGHBOURS_MAX = 1
 fault = Fault({kind!r}, {verb!r}, at_op={at_op}, code={code})
-store = launch.build.NvmeStore
+store = offload.nvme.store.NvmeStore
 launch.build.NvmeStore = functools.partial(store, open_file=FaultyStorage(fault))
-main()
 """
-
-
-@pytest.mark.parametrize(
-    ("kind", "verb", "at_op", "code"),
-    [
-        ("error", "write", 20, errno.ENOSPC),
-        pytest.param("error", "read", 20, errno.EIO, marks=pytest.mark.long),
-        ("flip", "read", 20, 0),
-    ],
-    ids=["full disk", "read error", "flipped bit"],
-)
-def test_a_storage_fault_is_exit_3_and_names_the_file(tmp_path, kind, verb, at_op, code):
-    """C04, C05 from the drive to the shell: never trained on, never a traceback, never a hang."""
-    result = call_script(FAULTY.format(kind=kind, verb=verb, at_op=at_op, code=code), tmp_path)
-    assert result.returncode == 3, result.stderr + result.stdout
-    assert "data.bin" in result.stderr and "block=" in result.stderr
-    assert "Traceback" not in result.stderr
-    report = report_of(tmp_path)
-    assert report["exit_reason"].startswith(("StorageError", "CorruptBlock"))
-
-
+FAULTS = {
+    "full disk": ("error", "write", 20, errno.ENOSPC),
+    "read error": ("error", "read", 20, errno.EIO),
+    "flipped bit": ("flip", "read", 20, 0),
+}
+FAULT_FIELDS = ("kind", "verb", "at_op", "code")
 BAD_INPUT = [
     ("/no/such/file", "data.source=/no/such/file"),
     ("model.num_experts_per_tok", "model.num_experts_per_tok=5"),
@@ -174,25 +148,68 @@ BAD_INPUT = [
     ("parallel.model_parallel = 3 is not possible", "parallel.model_parallel=3"),
     ("offload.durability", "offload.durability=always"),
 ]
+ALARM = ("--set", "optimizer.learning_rate=1e30")
 
 
-def test_bad_input_is_one_sentence_and_exit_2(tmp_path):
-    commands = []
-    for number, (_, *overrides) in enumerate(BAD_INPUT):
-        folder = tmp_path / str(number)
-        folder.mkdir()
-        commands.append(command(folder, *(x for y in overrides for x in ("--set", y))))
-    results = call_each(tmp_path / "said", commands)
-    for (wanted, *_), result in zip(BAD_INPUT, results, strict=True):
-        assert result.returncode == 2, result.stderr + result.stdout
-        message = result.stderr.strip()
-        assert wanted in message and "Traceback" not in message
-        assert len(message.splitlines()) == 1
+class Failed(NamedTuple):
+    """A run that could not begin or end well, and where."""
+
+    folder: Path
+    result: Completed
 
 
-def test_a_second_job_on_the_same_path_is_told_who_holds_it(tmp_path):
-    with NvmeStore(str(tmp_path / "nvme"), 1 << 20):
-        result = call(tmp_path)
+@pytest.fixture(scope="module")
+def failed(tmp_path_factory) -> dict[str, Failed]:
+    """All runs that fail without a signal, one after another in one process, by what is wrong."""
+    cases: dict[str, list[str]] = {
+        wanted: [argument for override in overrides for argument in ("--set", override)]
+        for wanted, *overrides in BAD_INPUT
+    }
+    cases |= {"held": [], "alarm": [*ALARM], **{name: [] for name in FAULTS}}
+    folders = {name: tmp_path_factory.mktemp("failed") for name in cases}
+    before = {}
+    for number, name in enumerate(cases):
+        if name in FAULTS:
+            before[number] = FAULTY.format(**dict(zip(FAULT_FIELDS, FAULTS[name])))
+    commands = [command(folders[name], *arguments) for name, arguments in cases.items()]
+    with NvmeStore(str(folders["held"] / "nvme"), 1 << 20):
+        results = call_each(tmp_path_factory.mktemp("said") / "said", commands, before)
+    return {
+        name: Failed(folders[name], result) for name, result in zip(cases, results, strict=True)
+    }
+
+
+def test_a_numeric_alarm_is_exit_4(failed):
+    folder, result = failed["alarm"]
+    assert result.returncode == 4, result.stderr
+    assert "learning_rate" in result.stderr and "Traceback" not in result.stderr
+    report = report_of(folder)
+    assert report["exit_reason"].startswith("NumericAlarm")
+    assert report["commits"]["last_step"] == report["steps"], "its last step is saved"
+    assert f"Step {report['steps']} is saved" in result.stderr
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_storage_fault_is_exit_3_and_names_the_file(failed, name):
+    """C04, C05 from the drive to the shell: never trained on, never a traceback, never a hang."""
+    folder, result = failed[name]
+    assert result.returncode == 3, result.stderr + result.stdout
+    assert "data.bin" in result.stderr and "block=" in result.stderr
+    assert "Traceback" not in result.stderr
+    assert report_of(folder)["exit_reason"].startswith(("StorageError", "CorruptBlock"))
+
+
+@pytest.mark.parametrize("wanted", [wanted for wanted, *_ in BAD_INPUT])
+def test_bad_input_is_one_sentence_and_exit_2(failed, wanted):
+    result = failed[wanted].result
+    assert result.returncode == 2, result.stderr + result.stdout
+    message = result.stderr.strip()
+    assert wanted in message and "Traceback" not in message
+    assert len(message.splitlines()) == 1
+
+
+def test_a_second_job_on_the_same_path_is_told_who_holds_it(failed):
+    result = failed["held"].result
     assert result.returncode == 2
     assert "offload.nvme.path" in result.stderr
 

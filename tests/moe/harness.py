@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -107,9 +108,13 @@ def batch(config: RunConfig, number: int) -> tuple[np.ndarray, np.ndarray]:
 
 @cache
 def shared_backend() -> MindSporeBackend:
-    """The one backend of the test process."""
+    """The one backend of the test process.
+
+    Threads of MindSpore wait for each other in a loop: two in each of the processes of pytest-xdist
+    would fight for the cores, and tests would last twice as long.
+    """
     backend = MindSporeBackend()
-    backend.configure(2)
+    backend.configure(1 if "PYTEST_XDIST_WORKER" in os.environ else 2)
     return backend
 
 

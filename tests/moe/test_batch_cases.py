@@ -27,7 +27,7 @@ def test_all_tokens_to_one_expert(tmp_path):
     assert (found.losses, found.digest) == (wide.losses, wide.digest)
 
 
-@pytest.mark.parametrize("seq_len", [1, 2])
+@pytest.mark.parametrize("seq_len", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_fewer_tokens_than_experts(tmp_path, seq_len):
     """C43: a micro-batch of one or two tokens and eight experts."""
     train = {"seq_len": seq_len, "micro_batch_size": 1, "gradient_accumulation_steps": 1}
@@ -37,7 +37,7 @@ def test_fewer_tokens_than_experts(tmp_path, seq_len):
     assert (tight.losses, tight.digest) == (wide.losses, wide.digest)
 
 
-@pytest.mark.parametrize("tight", [True, False])
+@pytest.mark.parametrize("tight", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_eight_micro_batches_are_one_batch_of_eight(tmp_path, tight):
     """C22: accumulated gradients are neither dropped nor counted twice, offloaded or not."""
     make = smallest if tight else make_config

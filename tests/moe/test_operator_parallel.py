@@ -110,7 +110,7 @@ def check_same(ranks: list[Found], wanted: Found) -> None:
     ("model", "train"),
     [
         ({}, {}),
-        (PLAIN, {"recompute": "none"}),
+        pytest.param(PLAIN, {"recompute": "none"}, marks=pytest.mark.long),
         (
             {"n_shared_experts": 1, "num_hidden_layers": 3},
             {"recompute": "full", "recompute_every": 2},
@@ -130,7 +130,11 @@ def test_two_ranks_find_the_losses_and_gradients_of_one(model, train, sequence_p
     check_same(on_ranks(shape, batch, 2, sequence_parallel), wanted)
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["sums", "sequence"])
+@pytest.mark.parametrize(
+    "sequence_parallel",
+    [pytest.param(False, marks=pytest.mark.long), True],
+    ids=["sums", "sequence"],
+)
 def test_four_ranks_with_one_head_each(sequence_parallel):
     model = ModelConfig(
         **(MODEL | {"num_key_value_heads": 4, "moe_intermediate_size": 8, "vocab_size": 32})

@@ -11,6 +11,9 @@ import pytest
 from offload.testing import RandomDelays
 from tests.moe.harness import Trained, make_config, run, smallest
 
+# Budgets: what everything has to move under tells more than what nothing has to.
+TIGHT_OR_NOT = [True, pytest.param(False, marks=pytest.mark.long)]
+
 
 def same(found: Trained, wanted: Trained) -> bool:
     return (found.losses, found.norms, found.digest) == (wanted.losses, wanted.norms, wanted.digest)
@@ -35,7 +38,7 @@ def between(path, share: float, **options):
     )
 
 
-@pytest.mark.parametrize("share", [0.2, 0.5])
+@pytest.mark.parametrize("share", [0.2, pytest.param(0.5, marks=pytest.mark.long)])
 def test_default_like_budgets(tmp_path, in_memory, share):
     """(b) All three tiers at work, with some room for caches and read-ahead."""
     config = between(tmp_path, share)
@@ -53,7 +56,7 @@ def test_smallest_budgets(tmp_path, in_memory):
         assert peak <= getattr(config.offload, tier).capacity
 
 
-@pytest.mark.parametrize("tight", [True, False])
+@pytest.mark.parametrize("tight", TIGHT_OR_NOT)
 def test_window_zero(tmp_path, in_memory, tight):
     """(d) `pipeline: sync` is the same loop."""
     make = smallest if tight else make_config
@@ -61,7 +64,13 @@ def test_window_zero(tmp_path, in_memory, tight):
 
 
 @pytest.mark.parametrize(
-    ("recompute", "every"), [("none", 1), ("full", 1), ("full", 2), ("full", 3)]
+    ("recompute", "every"),
+    [
+        ("none", 1),
+        pytest.param("full", 1, marks=pytest.mark.long),
+        ("full", 2),
+        pytest.param("full", 3, marks=pytest.mark.long),
+    ],
 )
 def test_recompute_policies(tmp_path, in_memory, recompute, every):
     """(e) Recomputation repeats the same functions."""
@@ -69,7 +78,7 @@ def test_recompute_policies(tmp_path, in_memory, recompute, every):
     assert same(run(smallest(tmp_path, **options)), in_memory)
 
 
-@pytest.mark.parametrize("tight", [True, False])
+@pytest.mark.parametrize("tight", TIGHT_OR_NOT)
 def test_idle_experts_that_are_not_replayed(tmp_path, in_memory, tight):
     """(f) Experts idle here, and replay, which all others do, catches up to the bits of dense."""
     make = smallest if tight else make_config
@@ -77,7 +86,7 @@ def test_idle_experts_that_are_not_replayed(tmp_path, in_memory, tight):
     assert same(run(make(tmp_path, idle_expert_policy="dense")), in_memory)
 
 
-@pytest.mark.parametrize("tight", [True, False])
+@pytest.mark.parametrize("tight", TIGHT_OR_NOT)
 def test_batch_major_order(tmp_path, in_memory, tight):
     """(g) Micro-batches one after another, gradients kept in fp32 between them."""
     make = smallest if tight else make_config
@@ -85,7 +94,7 @@ def test_batch_major_order(tmp_path, in_memory, tight):
     assert same(run(make(tmp_path, **options)), in_memory)
 
 
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_random_delays_in_every_lane(tmp_path, in_memory, seed):
     """(h), C25: late transfers, shadow checksums between lease and release."""
     config = between(tmp_path, 0.4)
@@ -99,7 +108,7 @@ def test_io_settings_and_window_sizes(tmp_path, in_memory):
         assert same(run(config), in_memory)
 
 
-@pytest.mark.parametrize("tie", [True, False])
+@pytest.mark.parametrize("tie", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_tied_and_untied_heads_survive_eviction(tmp_path, tie):
     """C27 for evict and reload: one owner, both gradient halves, still one tensor."""
     options = {"model": {"tie_word_embeddings": tie}}

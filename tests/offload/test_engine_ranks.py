@@ -150,8 +150,17 @@ def test_two_ranks_make_the_weights_of_one(tmp_path, config, experts):
         np.testing.assert_allclose(rank.norms, alone[0].norms, rtol=1e-6)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float16"])
-@pytest.mark.parametrize("size", [3, 4])
+@pytest.mark.parametrize(
+    ("size", "dtype"),
+    [
+        (3, "bfloat16"),
+        (4, "float16"),
+        *(
+            pytest.param(*other, marks=pytest.mark.long)
+            for other in [(3, "float32"), (3, "float16"), (4, "bfloat16"), (4, "float32")]
+        ),
+    ],
+)
 def test_budgets_and_delays_change_no_bit_on_several_ranks(tmp_path, size, dtype):
     compute = "float16" if dtype == "float16" else "float32"
     toy = Toy(

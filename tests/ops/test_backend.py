@@ -1,5 +1,6 @@
 """The backends: sharing memory, waiting, settings and the NumPy check."""
 
+import json
 import os
 import subprocess
 import sys
@@ -74,23 +75,30 @@ def test_settings_are_reported():
     assert out.stdout.split()[-2:] == ["BF16", "1"]
 
 
+AFFINITIES = """
+import json, os
+from pathlib import Path
+from ops.backend import MindSporeBackend, pin_workers
+MindSporeBackend().configure(2)
+pinned, affinities = pin_workers(), []
+for task in os.listdir("/proc/self/task"):
+    name = Path(f"/proc/self/task/{task}/comm").read_text()
+    if name.startswith(("ActorThread", "KernelThread")):
+        affinities.append(sorted(os.sched_getaffinity(int(task))))
+print(json.dumps([pinned, affinities]))
+"""
+
+
 def test_kernel_threads_sit_on_cores_of_their_own():
     """Two workers left on one core made every other kernel take twice as long."""
-    from ops.backend import pin_workers
-    from tests.moe.harness import shared_backend
-
-    shared_backend()
-    cores = len(os.sched_getaffinity(0))
-    pinned = pin_workers()
-    assert pinned <= cores
-    affinities = []
-    for task in os.listdir("/proc/self/task"):
-        name = Path(f"/proc/self/task/{task}/comm").read_text()
-        if name.startswith(("ActorThread", "KernelThread")):
-            affinities.append(tuple(os.sched_getaffinity(int(task))))
+    out = subprocess.run(
+        [sys.executable, "-c", AFFINITIES], check=True, capture_output=True, text=True, timeout=120
+    )
+    pinned, affinities = json.loads(out.stdout.splitlines()[-1])
+    assert pinned <= len(os.sched_getaffinity(0))
     if pinned:
-        assert sorted(len(cpus) for cpus in affinities) == [1] * pinned
-        assert len(set(affinities)) == pinned
+        assert [len(cores) for cores in affinities] == [1] * pinned
+        assert len({core for (core,) in affinities}) == pinned
 
 
 def test_bf16_mode_reaches_onednn_exactly_where_the_processor_has_amx():
