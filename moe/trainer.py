@@ -100,8 +100,12 @@ class LaneCounter:
             found[way] = causes
         return found
 
+    def begin(self) -> None:
+        """A step begins; waits for other ranks until now are not of its time."""
+        self._last["comm"] = self._comm.waited_seconds()
+
     def step(self) -> dict[str, Any]:
-        """What has moved since the last call, in the form of `steps.jsonl`."""
+        """What has moved since the last call, in the form of `steps.jsonl`; waits since `begin`."""
         now, last = self._read(), self._last
         self._last = now
         causes = {
@@ -225,6 +229,7 @@ class Trainer:
     def _one(self, number: int, save: bool) -> str | None:
         """Make step `number`; the alarm it gives."""
         started = seconds()
+        self._lanes.begin()
         batch = self._batches.next()
         # A step skipped for overflow is not a step of the schedule.
         rate = learning_rate(self._engine.optimizer_step + 1, self._train.steps, self._optimizer)

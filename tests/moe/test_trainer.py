@@ -14,6 +14,7 @@ from offload.config import OffloadConfig, OptimizerConfig
 from offload.testing import budgets
 from ops.comm.base import World
 from ops.comm.local import run_local
+from ops.comm.single import SingleRank
 from ops.errors import NumericAlarm, Stopped, StorageError
 from tests.moe.toy_trainer import (
     AT_EXIT,
@@ -136,6 +137,25 @@ def test_a_request_is_answered_by_the_next_step_without_draining(tmp_path):
             "save-now: step 5 is saved",
         ]
         assert set(drains) == {0, 10}, "only at the start and at the end"
+
+
+def test_waits_for_other_ranks_between_steps_are_no_share_of_the_steps(tmp_path):
+    """A run whose ranks began at different times reported that it waited 300 % of the time."""
+    world = SingleRank()
+    with toy_trainer(tight(tmp_path), world=world) as lived:
+        world.stats.add("all_reduce", 0, 1000.0)
+        lived.told.then = lambda number: world.stats.add("all_reduce", 0, 1000.0)
+        train = lived.step.train
+
+        def train_and_wait(*arguments):
+            world.stats.add("all_gather", 0, 0.5)
+            return train(*arguments)
+
+        lived.step.train = train_and_wait
+        lived.trainer.run()
+        waits = [record["comm_seconds"] for record in lived.told.steps]
+        assert waits == pytest.approx([0.5] * 10, abs=0.01)
+        assert lived.trainer.totals.comm_seconds == pytest.approx(5, abs=0.1)
 
 
 @pytest.mark.parametrize(("plan", "number"), [(ON_REQUEST, 10), (EVERY_STEP, 10)])
