@@ -3,24 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from typing import Annotated, Optional
 
 import typer
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    Progress,
-    TextColumn,
-    TimeRemainingColumn,
-    TransferSpeedColumn,
-)
 from rich.table import Table
 
 from launch.export_command import export, import_checkpoint
+from launch.terminal import byte_bar, say
 from offload.checkpoint.catalog import Checkpoint, find_checkpoints
 from offload.checkpoint.copy import choose_source, copy_checkpoint
 from offload.checkpoint.removal import delete_checkpoint
@@ -70,9 +62,9 @@ def list_checkpoints(paths: PathsArgument) -> None:
     console.print(table)
     for checkpoint in found:
         for clause in checkpoint.missing:
-            _say(console, f"step {_step(checkpoint)} is incomplete: {clause}")
+            say(console, f"step {_step(checkpoint)} is incomplete: {clause}")
         for note in checkpoint.notes:
-            _say(console, note)
+            say(console, note)
 
 
 @app.command()
@@ -84,10 +76,10 @@ def verify(paths: PathsArgument) -> None:
     incomplete = [x for x in found if x.missing]
     for checkpoint in incomplete:
         for clause in checkpoint.missing:
-            _say(console, f"step {_step(checkpoint)} is incomplete: {clause}")
+            say(console, f"step {_step(checkpoint)} is incomplete: {clause}")
     notes = [note for checkpoint in found for note in checkpoint.notes]
     for note in notes:
-        _say(console, f"damaged: {note}")
+        say(console, f"damaged: {note}")
     if damage or notes:
         raise typer.Exit(StorageError.exit_code)
     if incomplete:
@@ -106,10 +98,10 @@ def copy(
     """Copy a checkpoint as it is; run again, it goes on. Exit: 0, 2 refused or parts missing, 3."""
     console = Console()
     source = choose_source(_texts(paths), str(out), step)
-    with _bar("copying") as begin:
+    with byte_bar("copying") as begin:
         done = copy_checkpoint(source, str(out), begin)
     kept = f", {format_bytes(done.kept_bytes)} were there and whole" if done.kept_bytes else ""
-    _say(
+    say(
         console,
         f"step {_step(source)}: copied {format_bytes(done.written_bytes)} to {out}, every chunk "
         f"verified{kept}",
@@ -133,7 +125,7 @@ def delete(
     if not yes:
         _ask(texts)
     delete_checkpoint(texts)
-    _say(Console(), f"deleted {', '.join(texts)}")
+    say(Console(), f"deleted {', '.join(texts)}")
 
 
 def _ask(paths: list[str]) -> None:
@@ -168,7 +160,7 @@ def _verify(console: Console, found: list[Checkpoint]) -> list[Damage]:
             with suppress(OSError):
                 stack.callback(Hold.place(directories[0], generation).release)
             stores.append(stack.enter_context(closing(InspectedStore(directories, generation))))
-        begin = stack.enter_context(_bar("verifying"))
+        begin = stack.enter_context(byte_bar("verifying"))
         tell = begin(sum(stored.nbytes for store in stores for _, stored in store.versions))
         for store in stores:
             for _, nbytes, bad in store.verify():
@@ -177,34 +169,13 @@ def _verify(console: Console, found: list[Checkpoint]) -> list[Damage]:
                 damage += bad
                 tell(nbytes)
     for item in damage:
-        _say(console, f"damaged: {item}")
-    _say(
+        say(console, f"damaged: {item}")
+    say(
         console,
         f"verified {num_blocks:,} blocks, {format_bytes(num_bytes)}: "
         + (f"{len(damage):,} chunks are damaged" if damage else "all whole"),
     )
     return damage
-
-
-@contextmanager
-def _bar(what: str) -> Iterator[Callable[[int], Callable[[int], None]]]:
-    """A progress bar on a terminal: told the bytes in all, then those that are done."""
-    console = Console(stderr=True)
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
-    shown = console.is_terminal
-    with Progress(*columns, console=console, transient=True, disable=not shown) as progress:
-
-        def begin(total_bytes: int) -> Callable[[int], None]:
-            task = progress.add_task(what, total=total_bytes)
-            return lambda nbytes: progress.advance(task, nbytes)
-
-        yield begin
 
 
 def _texts(paths: list[Path]) -> list[str]:
@@ -217,8 +188,3 @@ def _step(checkpoint: Checkpoint) -> str:
 
 def _when(written_s: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(written_s)) if written_s else "?"
-
-
-def _say(console: Console, text: str) -> None:
-    """One line as it is: no wrapping, and names in brackets are not markup."""
-    console.print(text, soft_wrap=True, markup=False, highlight=False)

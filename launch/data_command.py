@@ -6,16 +6,8 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    Progress,
-    TextColumn,
-    TimeRemainingColumn,
-    TransferSpeedColumn,
-)
 
+from launch.terminal import byte_bar
 from moe.data.encode import ByteEncoder, Encoder, TokenizerEncoder
 from moe.data.prepare import PrepareReport, input_files, prepare_token_file
 from ops.errors import DataError
@@ -54,25 +46,9 @@ def prepare(
     however large the text is.
     """
     encoder = _encoder(tokenizer, separator)
-    console = Console(stderr=True)
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(
-        *columns, console=console, transient=True, disable=not console.is_terminal
-    ) as progress:
-        task = progress.add_task("tokenising", total=_total_bytes(paths, out))
-        report = prepare_token_file(
-            paths,
-            out,
-            encoder,
-            text_key=text_key,
-            advance=lambda nbytes: progress.advance(task, nbytes),
-        )
+    with byte_bar("tokenising") as begin:
+        advance = begin(_total_bytes(paths, out))
+        report = prepare_token_file(paths, out, encoder, text_key=text_key, advance=advance)
     for line in report_lines(report):
         typer.echo(line)
 

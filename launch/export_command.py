@@ -4,25 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, Any, Optional
 
 import typer
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    Progress,
-    TextColumn,
-    TimeRemainingColumn,
-    TransferSpeedColumn,
-)
 
 from launch.config import RunConfig, load_config
 from launch.environment import versions
 from launch.resume import save_plan
+from launch.terminal import byte_bar, say
 from moe.checkpoint import saved_ledger, saved_run
 from moe.data.stream import Cursor
 from moe.mesh import ParallelConfig
@@ -96,10 +88,11 @@ def export(
         work = Export(run, options)
         told = {name: x for name, x in versions().items() if name in _VERSIONS}
         facts = facts_of(run, meta, ledger.step, options, told)
-        with _progress("exporting", work.data_bytes) as advance:
+        with byte_bar("exporting") as begin:
+            advance = begin(work.data_bytes)
             nbytes = work.write(source, ledger.step, directory, facts, advance, pool)
     what = "weights and moments" if moments else "weights"
-    _say(console, f"exported {what} of step {run.step} to {out}: {format_bytes(nbytes)}")
+    say(console, f"exported {what} of step {run.step} to {out}: {format_bytes(nbytes)}")
 
 
 def import_checkpoint(
@@ -121,10 +114,10 @@ def import_checkpoint(
     facts = read_facts(str(directory))
     meta = _meta(str(directory), facts, config)
     work = Import(str(directory), meta, facts)
-    with KernelPool(_num_threads()) as pool, _progress("importing", work.data_bytes) as advance:
-        work.write(str(out), advance, pool)
+    with KernelPool(_num_threads()) as pool, byte_bar("importing") as begin:
+        work.write(str(out), begin(work.data_bytes), pool)
     nbytes = format_bytes(work.data_bytes)
-    _say(
+    say(
         Console(),
         f"imported {directory} as a checkpoint of step {meta['step']} to {out}: {nbytes}; resume "
         f"with --set offload.nvme.path={out} --resume latest",
@@ -190,24 +183,3 @@ def _meta(directory: str, facts: Facts | None, config: RunConfig | None) -> dict
 def _num_threads() -> int:
     """Threads of the kernels: every core this process may use."""
     return len(os.sched_getaffinity(0))
-
-
-@contextmanager
-def _progress(what: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
-    """A bar on the terminal, if stderr is one; yields what advances it by so many bytes."""
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
-    bar = Console(stderr=True)
-    with Progress(*columns, console=bar, transient=True, disable=not bar.is_terminal) as progress:
-        task = progress.add_task(what, total=total_bytes)
-        yield lambda nbytes: progress.advance(task, nbytes)
-
-
-def _say(console: Console, text: str) -> None:
-    """One line as it is: no wrapping, and names in brackets are not markup."""
-    console.print(text, soft_wrap=True, markup=False, highlight=False)

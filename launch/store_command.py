@@ -8,16 +8,9 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    Progress,
-    TextColumn,
-    TimeRemainingColumn,
-    TransferSpeedColumn,
-)
 from rich.table import Table
 
+from launch.terminal import byte_bar, say
 from offload.nvme.inspect import InspectedStore, find_stores
 from offload.nvme.recovery import FoundCommit
 from offload.nvme.verify import Damage
@@ -79,25 +72,17 @@ def verify(paths: PathsArgument) -> None:
 def _verify(console: Console, store: InspectedStore) -> list[Damage]:
     total_bytes = sum(stored.nbytes for _, stored in store.versions)
     num_blocks, num_bytes, damage = 0, 0, []
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
-    bar = Console(stderr=True)
-    with Progress(*columns, console=bar, transient=True, disable=not bar.is_terminal) as progress:
-        task = progress.add_task("verifying", total=total_bytes)
+    with byte_bar("verifying") as begin:
+        advance = begin(total_bytes)
         for _, nbytes, found in store.verify():
             num_blocks += 1
             num_bytes += nbytes
             damage += found
-            progress.advance(task, nbytes)
+            advance(nbytes)
     for item in damage:
-        _say(console, f"damaged: {item}")
+        say(console, f"damaged: {item}")
     commits = ", ".join(str(commit.generation) for commit in store.commits) or "none"
-    _say(
+    say(
         console,
         f"verified {num_blocks:,} blocks, {format_bytes(num_bytes)}, of commits {commits}: "
         + (f"{len(damage):,} chunks are damaged" if damage else "all whole"),
@@ -106,17 +91,12 @@ def _verify(console: Console, store: InspectedStore) -> list[Damage]:
 
 
 def _print_head(console: Console, store: InspectedStore) -> None:
-    _say(console, f"{', '.join(store.directories)}: store {store.store_id or 'without a commit'}")
+    say(console, f"{', '.join(store.directories)}: store {store.store_id or 'without a commit'}")
     if store.is_owned:
         owner = store.owner or "another process"
-        _say(console, f"in use by {owner}: what is read here may be replaced meanwhile")
+        say(console, f"in use by {owner}: what is read here may be replaced meanwhile")
     for note in store.notes:
-        _say(console, note)
-
-
-def _say(console: Console, text: str) -> None:
-    """One line as it is: no wrapping, and names in brackets are not markup."""
-    console.print(text, soft_wrap=True, markup=False, highlight=False)
+        say(console, note)
 
 
 def _commit_table(store: InspectedStore) -> Table:

@@ -129,13 +129,19 @@ class KillingFile:
 
 
 class KillingDirectoryFiles(OsDirectoryFiles):
-    """Real `DirectoryFiles` whose steps of a commit pass a `KillPoint`."""
+    """Real `DirectoryFiles` whose steps of a commit pass a `KillPoint`.
 
-    def __init__(self, point: KillPoint) -> None:
+    With `phase` every step is a call of that one; else they have the names of a commit's.
+    """
+
+    def __init__(self, point: KillPoint, phase: str | None = None) -> None:
         self._point = point
+        self._publish, self._fsync, self._rename = (
+            ("publish", "fsync", "rename") if phase is None else (phase,) * 3
+        )
 
     def write_file(self, path: str, data: bytes) -> None:
-        if not self._point.strikes("publish"):
+        if not self._point.strikes(self._publish):
             super().write_file(path, data)
             return
         share = {"before": 0, "within": len(data) // 2, "after": len(data)}[self._point.manner]
@@ -143,13 +149,13 @@ class KillingDirectoryFiles(OsDirectoryFiles):
         kill_this_process()
 
     def sync_file(self, path: str) -> None:
-        with self._point.around("fsync"):
+        with self._point.around(self._fsync):
             super().sync_file(path)
 
     def rename(self, old: str, new: str) -> None:
-        with self._point.around("rename"):
+        with self._point.around(self._rename):
             super().rename(old, new)
 
     def sync_directory(self, directory: str) -> None:
-        with self._point.around("publish"):
+        with self._point.around(self._publish):
             super().sync_directory(directory)

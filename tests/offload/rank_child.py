@@ -25,10 +25,9 @@ import numpy as np
 
 from offload.config import OffloadConfig, OptimizerConfig
 from offload.nvme.commit import Agree, CommitCut, CommitRecord
-from offload.nvme.files import OsDirectoryFiles
 from offload.rank_commits import RankCommit, RankCommits, RecordFile
 from offload.testing import Toy, ToyRun, budgets, smallest_budgets, toy_run
-from offload.testing_kill import KillingDirectoryFiles, KillPoint, kill_this_process
+from offload.testing_kill import KillingDirectoryFiles, KillPoint
 from ops.comm.base import World
 from ops.errors import CommError, StorageError
 from tests.offload.courses import small_store
@@ -88,33 +87,6 @@ def config_of(life: RankLife, toy: Toy) -> OffloadConfig:
     return small_store(replace(small, host=host))
 
 
-class _RecordFiles(OsDirectoryFiles):
-    """The files of rank 0's record, whose every step is a call of phase `record`."""
-
-    def __init__(self, point: KillPoint) -> None:
-        self._point = point
-
-    def write_file(self, path: str, data: bytes) -> None:
-        if not self._point.strikes("record"):
-            super().write_file(path, data)
-            return
-        share = {"before": 0, "within": len(data) // 2, "after": len(data)}[self._point.manner]
-        super().write_file(path, data[:share])
-        kill_this_process()
-
-    def sync_file(self, path: str) -> None:
-        with self._point.around("record"):
-            super().sync_file(path)
-
-    def rename(self, old: str, new: str) -> None:
-        with self._point.around("record"):
-            super().rename(old, new)
-
-    def sync_directory(self, directory: str) -> None:
-        with self._point.around("record"):
-            super().sync_directory(directory)
-
-
 def train(run: ToyRun, life: RankLife, tell: Callable[..., None]) -> None:
     """From where `run` is to the last step, saving every one beside the next."""
     done = 0
@@ -138,7 +110,7 @@ def live(
     """This rank's part; `leave` is called when the others are lost, before anything is closed."""
     point = KillPoint()
     toy = replace(TOY, rank=world.rank)
-    record = RecordFile(life.folder, _RecordFiles(point))
+    record = RecordFile(life.folder, KillingDirectoryFiles(point, "record"))
     told = [commit.to_json() for commit in record.read()] if world.rank == 0 else None
     commits = [RankCommit.from_json(row) for row in world.all_gather_object(told)[0]]
     store: dict[str, Any] = {
