@@ -118,6 +118,7 @@ def _train(
     from launch.build import make_plans
     from launch.mesh_plan import require_all_fit
     from launch.notices import warnings_shown
+    from launch.origin import LATEST
     from launch.ranks import detect_ranks
     from launch.report import prepare_run_dir
     from launch.run import run_training
@@ -127,7 +128,7 @@ def _train(
     from moe.save_plan import never
     from ops.trace import NO_TRACE, Trace
 
-    require_all_fit(make_plans(config, resume is not None))
+    require_all_fit(make_plans(config, resume == LATEST))
     ranks = detect_ranks()
     stop = threading.Event()
     # Signals first: a rank that is stopped while it waits for the others must not die at once.

@@ -91,8 +91,9 @@ def find_origin(config: RunConfig, resume: str | None, world: World) -> Origin |
         "; give every rank the path that it wrote to, or bring the parts together with "
         "`headrace checkpoint copy` (or `export`) on the machines that have them"
     )
-    missing = any("no directory" in reason or "no rank" in reason for reason in reasons)
-    kind = ConfigError if missing or not found else StorageError
+    # What is not there may be elsewhere; what is there and cannot be used is a fault.
+    missing = not found or any("no directory" in reason for reason in reasons)
+    kind = ConfigError if missing else StorageError
     raise kind(f"--resume {resume}: {'; '.join(reasons)}" + (advice if found else ""))
 
 

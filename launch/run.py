@@ -115,7 +115,8 @@ def run_training(
         data = load_data(config.data, vocab_size=model.vocab_size, seq_len=train.seq_len)
         bigram = bigram_nats_per_token(data.train, data.held_out, model.vocab_size)
     observer.on_message(f"data: {data.describe()}")
-    for line in mesh_lines(config, make_plans(config, origin is not None), _slots(world)):
+    keeps_origin = origin is not None and origin.is_own
+    for line in mesh_lines(config, make_plans(config, keeps_origin), _slots(world)):
         observer.on_message(line)
     with ExitStack() as parts:
         opened = open_rank_store(config, plan, origin, world, trace)

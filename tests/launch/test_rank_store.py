@@ -162,6 +162,19 @@ def test_a_part_that_nobody_can_read_is_named_on_all_with_the_way_out(tmp_path):
     assert on_ranks(config, step_found, resume=True) == [3, 3]
 
 
+def test_a_part_that_is_there_and_cannot_be_used_is_a_storage_fault(tmp_path):
+    """It ended as a refused configuration, with exit status 2."""
+    config = configured(tmp_path)
+    make_commits(config, (3,))
+    data = Path(rank_directory(str(tmp_path), 1)) / "data.bin"
+    data.rename(tmp_path / "data.bin")
+    for error in refusals(config, resume=True):
+        assert isinstance(error, StorageError)
+        assert "no rank can read the part of rank 1" in str(error) and str(data) in str(error)
+    (tmp_path / "data.bin").rename(data)
+    assert on_ranks(config, step_found, resume=True) == [3, 3]
+
+
 def test_a_damaged_part_of_the_newest_commit_leads_to_the_one_before(tmp_path):
     """Two commits are kept; only rank 1's part of the newer one is damaged. Both go back."""
     config = configured(tmp_path)
