@@ -5,10 +5,12 @@ Importing it has that one effect; no thread is left behind.
 
 from __future__ import annotations
 
+import tempfile
 import threading
 from pathlib import Path
 
 from tests.offload.kill_child import warm_up
 
-warm_up(Path("unused"))  # nothing is cold, so there is no store
+with tempfile.TemporaryDirectory() as folder:
+    warm_up(Path(folder))
 assert threading.active_count() == 1
