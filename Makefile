@@ -13,8 +13,8 @@ BIN := $(VENV)/bin
 DISTRIBUTED := $(if $(filter-out 1,$(WORKERS)),-n $(WORKERS) --dist loadfile --no-loadscope-reorder)
 STAMP := $(VENV)/.headrace-setup
 BENCH_STAMP := $(VENV)/.headrace-bench
-# These take long, two of them much disk: they have targets of their own.
-BENCHMARKS := $(filter-out bench_step bench_parallel bench_checkpoint,$(basename $(notdir $(sort $(wildcard benchmarks/bench_*.py)))))
+# These take long or much disk: they have targets of their own.
+BENCHMARKS := $(filter-out bench_step bench_parallel bench_checkpoint bench_export,$(basename $(notdir $(sort $(wildcard benchmarks/bench_*.py)))))
 
 SUITABLE := import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 12))
 
@@ -33,7 +33,7 @@ help:
 	@echo "make bench-store  the NVMe store beside fio; prints JSON lines"
 	@echo "make bench-step   an offloaded step beside its bound (20 minutes, 20 GiB of disk)"
 	@echo "make bench-parallel  steps on 1, 2 and 4 ranks; prints JSON lines"
-	@echo "make bench-checkpoint  what a save costs, and how fast commits are read (20 GiB of disk)"
+	@echo "make bench-checkpoint  what a save costs, how fast commits are read and exported (20 GiB)"
 	@echo "make clean   remove the environment and caches"
 
 setup: $(STAMP)
@@ -109,6 +109,8 @@ bench-parallel: setup
 
 bench-checkpoint: setup
 	@$(BIN)/python -m benchmarks.bench_checkpoint
+	@$(BIN)/python -m benchmarks.bench_export
+	@$(BIN)/python -m benchmarks.bench_export --weights
 
 bench-store: setup
 	@$(BIN)/python -m benchmarks.bench_nvme --require-fio

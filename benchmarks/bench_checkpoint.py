@@ -115,6 +115,7 @@ def _chunks_needed(reader: Any, layouts: list[Any]) -> set[tuple[int, str, int]]
 def _fill(reader: Any, layouts: list[Any]) -> None:
     weight = np.zeros(max(x.nbytes("weight") for x in layouts), np.uint8)
     state = np.zeros(max(x.nbytes("state") for x in layouts), np.uint8)
+    reader.expect(layouts)
     for layout in layouts:
         reader.fill(layout, weight[: layout.nbytes("weight")], state[: layout.nbytes("state")])
 

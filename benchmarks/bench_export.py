@@ -10,7 +10,7 @@ the other, whichever is faster here.
 
 Data is random. Run from the repository root:
 
-    python -m benchmarks.bench_export [--directory .] [--mib 1024] [--pairs 9] [--weights]
+    python -m benchmarks.bench_export [--directory .] [--mib 2048] [--pairs 9] [--weights]
 
 Needs four times `--mib` of free disk, and removes its files.
 """
@@ -182,7 +182,7 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--directory", default=".")
-    parser.add_argument("--mib", type=int, default=1024)
+    parser.add_argument("--mib", type=int, default=2048)
     parser.add_argument("--pairs", type=int, default=9)
     parser.add_argument("--weights", action="store_true")
     arguments = parser.parse_args()

@@ -15,7 +15,8 @@ from launch.config import RunConfig
 from launch.origin import Origin, fail_together
 from moe.checkpoint import SavedRun, saved_ledger
 from offload.blocks import UnitLayout
-from offload.checkpoint.source import CommitPart, ReadAhead
+from offload.checkpoint.read_ahead import ReadAhead
+from offload.checkpoint.source import CommitPart
 from offload.checkpoint.spool import Needed, ToldPart, exchange, tell_blocks
 from offload.checkpoint.units import SavedPart, UnitReader
 from offload.engine import OffloadEngine
@@ -51,6 +52,7 @@ def restore_from(
         reader = _reader(run, everything, ledger, config, pool)
         meta = dict(origin.meta)
         meta["engine"] = {**meta["engine"], "ledger": ledger.to_json()}
+        reader.expect(layouts)
         engine.restore_from(meta, reader.fill)
 
 

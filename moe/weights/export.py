@@ -7,7 +7,7 @@ idle experts missed is replayed on the way, so that an export is of one optimize
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from math import prod
@@ -33,6 +33,11 @@ OnBytes = Callable[[int], None]
 
 class UnitSource(Protocol):
     """Where units come from: a `UnitReader`."""
+
+    def expect(
+        self, targets: Iterable[UnitLayout], until: int | None = None, moments: bool = True
+    ) -> None:
+        """Read ahead: `fill` will be called for these, in this order, with these options."""
 
     def fill(
         self,
@@ -150,6 +155,7 @@ class Export:
             source.fill(layout, weight, block, until, moments)
             return UnitValues(layout, weight, block, pool)
 
+        source.expect(layouts, until, moments)
         with ThreadPoolExecutor(1, thread_name_prefix="units") as reading:
             coming = reading.submit(fill, 0)
             for index in range(len(layouts)):

@@ -20,7 +20,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from offload.checkpoint.source import CommitPart, ReadAhead
+from offload.checkpoint.read_ahead import ReadAhead
+from offload.checkpoint.source import CommitPart
 from offload.nvme.directory import DATA_FILE_NAME, rank_directory
 from offload.nvme.files import OsDirectoryFiles, describe_os_error
 from offload.nvme.inspect import find_stores, num_ranks_of

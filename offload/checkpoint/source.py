@@ -13,13 +13,14 @@ Threads: one part is used by one thread at a time; requests are made on the thre
 from __future__ import annotations
 
 import logging
-import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any
 
+from offload.checkpoint.read_ahead import ReadAhead, Request
 from offload.nvme.aligned import aligned_buffer
 from offload.nvme.files import describe_os_error
 from offload.nvme.hold import Hold
@@ -33,62 +34,20 @@ from ops.errors import StorageError
 log = logging.getLogger(__name__)
 
 REQUEST_CHUNKS = REQUEST_BYTES // CHUNK_BYTES
-_READERS = 6
-_BUFFERS = 7  # one is being used while all readers read: 28 MiB
 _ATTEMPTS_MAX = 16
-_ALIGNMENT_BYTES = 1 << 20  # the largest a store may have
-
-T = TypeVar("T")
 
 
-class ReadAhead:
-    """Reading threads and their buffers, taken when first needed; several parts may share one.
+@dataclass(frozen=True)
+class _Expected:
+    """A call of `read_chunks` that is to come, and what was announced for it."""
 
-    Any thread may call. The threads end with the last part.
-    """
+    block: str
+    chunks: Sequence[int]
+    requests: list[tuple[int, Request]]
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._num_parts = 0
-        self._pool: ThreadPoolExecutor | None = None
-        self._idle: list[memoryview] = []
-        self._num_made = 0
-
-    def take(self, at_most: int) -> list[memoryview]:
-        """Idle buffers of a request, at least one: where all are in use, an additional one."""
-        with self._lock:
-            while len(self._idle) < at_most and self._num_made < _BUFFERS:
-                self._idle.append(aligned_buffer(REQUEST_BYTES, _ALIGNMENT_BYTES).data)
-                self._num_made += 1
-            taken, self._idle = self._idle[:at_most], self._idle[at_most:]
-        return taken or [aligned_buffer(REQUEST_BYTES, _ALIGNMENT_BYTES).data]
-
-    def give_back(self, buffers: Sequence[memoryview]) -> None:
-        """Let others use `buffers`, into which nobody reads any more."""
-        with self._lock:
-            self._idle = [*self._idle, *buffers][:_BUFFERS]
-
-    def submit(self, call: Callable[..., T], *arguments: Any) -> Future[T]:
-        """Run `call` on a reading thread."""
-        with self._lock:
-            if self._pool is None:
-                self._pool = ThreadPoolExecutor(_READERS, "checkpoint-reader")
-            return self._pool.submit(call, *arguments)
-
-    def join(self) -> None:
-        """Count one more part that reads."""
-        with self._lock:
-            self._num_parts += 1
-
-    def leave(self) -> None:
-        """Count one part less; the last one ends the threads, after what they have begun."""
-        with self._lock:
-            self._num_parts -= 1
-            if self._num_parts:
-                return
-            pool, self._pool = self._pool, None
-        if pool is not None:
-            pool.shutdown()
+    def is_for(self, block: str, chunks: Sequence[int]) -> bool:
+        """Whether this is the call."""
+        return self.block == block and list(self.chunks) == list(chunks)
 
 
 class CommitPart:
@@ -129,6 +88,7 @@ class CommitPart:
             self._store.close()  # owners may come: they will see the hold
         self._read_ahead = read_ahead or ReadAhead()
         self._read_ahead.join()
+        self._expected: deque[_Expected] = deque()
         self._single = BlockReader(self._files, self._access)
         self._decoded = aligned_buffer(CHUNK_BYTES, 1).data
         self._closed = False
@@ -154,6 +114,16 @@ class CommitPart:
         (found,) = self._single.read(block, stored, chunk, 1)
         return self._content(block, stored, chunk, found)
 
+    def expect(self, block: str, chunks: Sequence[int]) -> None:
+        """Read these chunks ahead, because `read_chunks` will be called with them.
+
+        Calls of it are expected in the order of calls of this; one that was not expected drops all
+        that is. Raises as `read_chunks` does when it is called.
+        """
+        stored = self._stored(block)
+        self._check_chunks(block, stored, chunks)
+        self._expected.append(_Expected(block, chunks, self._announce(block, stored, chunks)))
+
     def read_chunks(self, block: str, chunks: Sequence[int]) -> Iterator[tuple[int, memoryview]]:
         """(number, bytes) of each of `chunks`, which ascend; bytes are valid until the next step.
 
@@ -162,7 +132,7 @@ class CommitPart:
         """
         stored = self._stored(block)
         self._check_chunks(block, stored, chunks)
-        return self._read_in_order(block, stored, requests_of(chunks))
+        return self._read_in_order(block, stored, chunks)
 
     def stored_chunks(
         self, block: str, first: int, num: int, buffer: memoryview
@@ -182,6 +152,7 @@ class CommitPart:
         if self._closed:
             return
         self._closed = True
+        self._expect_nothing()
         self._read_ahead.leave()
         for file in self._files:
             file.close()
@@ -221,33 +192,40 @@ class CommitPart:
             self._release()
         raise StorageError("commits are published faster than one can be held", path=directories[0])
 
+    def _announce(
+        self, block: str, stored: StoredBlock, chunks: Sequence[int]
+    ) -> list[tuple[int, Request]]:
+        """(first chunk, request) of what brings these chunks."""
+
+        def read(first: int, num: int, buffer: memoryview) -> list[memoryview | Damage]:
+            return BlockReader(self._files, self._access, buffer).read(block, stored, first, num)
+
+        return [
+            (first, self._read_ahead.announce(partial(read, first, num)))
+            for first, num in requests_of(chunks)
+        ]
+
     def _read_in_order(
-        self, block: str, stored: StoredBlock, requests: Sequence[tuple[int, int]]
+        self, block: str, stored: StoredBlock, chunks: Sequence[int]
     ) -> Iterator[tuple[int, memoryview]]:
-        if not requests:
-            return
-        rest = iter(requests)
-        buffers = self._read_ahead.take(len(requests))
-        readers = [BlockReader(self._files, self._access, buffer) for buffer in buffers]
-        reading: deque[tuple[int, BlockReader, Future[list[memoryview | Damage]]]] = deque()
-
-        def start(reader: BlockReader, first: int, num: int) -> None:
-            future = self._read_ahead.submit(reader.read, block, stored, first, num)
-            reading.append((first, reader, future))
-
+        if self._expected and self._expected[0].is_for(block, chunks):
+            requests = self._expected.popleft().requests
+        else:
+            self._expect_nothing()
+            requests = self._announce(block, stored, chunks)
         try:
-            for reader, request in zip(readers, rest):
-                start(reader, *request)
-            while reading:
-                first, reader, future = reading.popleft()
-                for chunk, found in enumerate(future.result(), first):
+            for first, request in requests:
+                for chunk, found in enumerate(self._read_ahead.result(request), first):
                     yield chunk, self._content(block, stored, chunk, found)
-                for request in rest:
-                    start(reader, *request)
-                    break
+                self._read_ahead.give_back(request)
         finally:
-            wait([future for _, _, future in reading])  # until then they fill the buffers
-            self._read_ahead.give_back(buffers)
+            for _, request in requests:
+                self._read_ahead.give_back(request)
+
+    def _expect_nothing(self) -> None:
+        while self._expected:
+            for _, request in self._expected.popleft().requests:
+                self._read_ahead.give_back(request)
 
     def _content(
         self, block: str, stored: StoredBlock, chunk: int, found: memoryview | Damage

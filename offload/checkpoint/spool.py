@@ -39,6 +39,9 @@ class ToldPart:
     def __init__(self, blocks: Mapping[str, ToldBlock]) -> None:
         self.blocks = blocks
 
+    def expect(self, block: str, chunks: Sequence[int]) -> None:
+        """Nothing is read ahead."""
+
     def read_chunks(self, block: str, chunks: Sequence[int]) -> Iterator[tuple[int, memoryview]]:
         """Nothing can be read yet."""
         raise AssertionError(f"{block} lies with another rank")

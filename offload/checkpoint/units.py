@@ -8,7 +8,8 @@ behind is replayed, by the instructions that a run would have used.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -16,7 +17,7 @@ import numpy as np
 
 from offload.arena import Buffer
 from offload.blocks import UnitLayout
-from offload.checkpoint.layout import Runs, UnitSources, copies
+from offload.checkpoint.layout import Copies, Runs, UnitSources, copies
 from offload.ledger import Ledger
 from offload.nvme.extents import Extent
 from offload.unit_values import MOMENTS
@@ -25,6 +26,7 @@ from ops.errors import StorageError
 from ops.kernels.pool import KernelPool
 
 PARTS = ("weight", "state")
+_CHUNKS_AHEAD = 32  # more than the buffers of a `ReadAhead` take
 
 
 class SavedBlock(Protocol):
@@ -46,6 +48,9 @@ class SavedPart(Protocol):
     def blocks(self) -> Mapping[str, SavedBlock]:
         """Every block by name."""
 
+    def expect(self, block: str, chunks: Sequence[int]) -> None:
+        """These chunks of the block will be read, after what has been expected before."""
+
     def read_chunks(self, block: str, chunks: Sequence[int]) -> Iterator[tuple[int, memoryview]]:
         """The verified bytes of these checksum chunks, ascending; valid until the next one."""
 
@@ -58,6 +63,40 @@ class _Piece:
     layout: UnitLayout
     runs: Runs
     version: int
+
+
+@dataclass(frozen=True)
+class _Read:
+    """Chunks of a rank's block that hold bytes of a unit's block `part`."""
+
+    part: str
+    rank: int
+    block: str
+    copies: Copies
+    chunks: list[int]
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """How a unit is put together, `until` an optimizer step; `behind`: what is replayed."""
+
+    target: UnitLayout
+    options: tuple[int | None, bool, bool]
+    until: int
+    pieces: list[_Piece]
+    behind: list[_Piece]
+    reads: list[_Read]
+    gaps: list[tuple[str, int, int]]
+    """What of its blocks (part, first byte, one behind the last) is padding: zero."""
+
+    def is_for(self, target: UnitLayout, options: tuple[int | None, bool, bool]) -> bool:
+        """Whether it is the plan of this call of `fill`."""
+        return self.target is target and self.options == options
+
+    @property
+    def num_chunks(self) -> int:
+        """How many chunks are read."""
+        return sum(len(read.chunks) for read in self.reads)
 
 
 class UnitReader:
@@ -84,6 +123,17 @@ class UnitReader:
         self._weight_decay = weight_decay
         self._pool = pool
         self._replays = replays
+        self._coming: Iterator[_Plan] = iter(())
+        self._planned: deque[_Plan] = deque()
+
+    def expect(
+        self, targets: Iterable[UnitLayout], until: int | None = None, moments: bool = True
+    ) -> None:
+        """Read ahead across units: `fill` will be called for `targets` in their order, with these
+        options and, unless it is frozen, with a state. Another call of it drops what was expected.
+        """
+        self._planned.clear()
+        self._coming = (self._plan(x, (until, moments, not x.frozen)) for x in targets)
 
     def fill(
         self,
@@ -97,31 +147,69 @@ class UnitReader:
 
         `weight`, `state`: u8, at least the bytes of the block; None for a frozen unit's state.
         With `until` everything is replayed up to that optimizer step, else only as far as the
-        newest piece is. Without `moments` they are not read, and zero, where no replay needs them.
-        Raises StorageError when the commit lacks an element, or is of another
-        model, or when a chunk does not verify.
+        newest piece is. Without `moments`, and where no replay needs them, they are not read, and
+        their place is left as it was. Raises StorageError when the commit lacks an element, or is
+        of another model, or when a chunk does not verify.
         """
+        plan = self._next_plan(target, (until, moments, state is not None))
         blocks = {"weight": weight, "state": state}
-        pieces = self._pieces(target)
-        version = max((piece.version for piece in pieces), default=0)
-        if until is None or state is None or not self._replays:
-            until = version
-        is_replayed = state is not None and self._replays
-        behind = [piece for piece in pieces if is_replayed and piece.version < until]
-        without = () if moments or behind else MOMENTS
-        for part in PARTS:
+        for part, lo, hi in plan.gaps:
             block = blocks[part]
-            if block is None:
-                continue
-            block[:] = 0  # what pads is zero
-            for piece in pieces:
-                self._copy(piece, target, part, block, without)
-        if behind:
+            assert block is not None
+            block[lo:hi] = 0
+        for read in plan.reads:
+            to = blocks[read.part]
+            assert to is not None
+            for chunk, data in self._parts[read.rank].read_chunks(read.block, read.chunks):
+                source = np.frombuffer(data, np.uint8)
+                for at, came, nbytes in read.copies.in_chunk(chunk):
+                    to[at : at + nbytes] = source[came : came + nbytes]
+        if plan.behind:
             assert state is not None
             buffers = (_buffer(weight), _buffer(state))
-            for since, lo, hi in _spans(target, pieces, behind):
-                self._catch_up(target, *buffers, since, until, lo, hi)
-        return until
+            for since, lo, hi in _spans(target, plan.pieces, plan.behind):
+                self._catch_up(target, *buffers, since, plan.until, lo, hi)
+        return plan.until
+
+    def _next_plan(self, target: UnitLayout, options: tuple[int | None, bool, bool]) -> _Plan:
+        """The plan of a unit that is filled now; what is to come is planned and read ahead."""
+        self._look_ahead(1)
+        if not self._planned or not self._planned[0].is_for(target, options):
+            self._coming = iter(())
+            self._planned.clear()
+            return self._plan(target, options)
+        plan = self._planned.popleft()
+        self._look_ahead(_CHUNKS_AHEAD)
+        return plan
+
+    def _look_ahead(self, num_chunks: int) -> None:
+        """Plan, and announce to the parts, until so many chunks are to come."""
+        ahead = sum(plan.num_chunks for plan in self._planned)
+        while ahead < num_chunks:
+            plan = next(self._coming, None)
+            if plan is None:
+                return
+            self._planned.append(plan)
+            ahead += plan.num_chunks
+            for read in plan.reads:
+                self._parts[read.rank].expect(read.block, read.chunks)
+
+    def _plan(self, target: UnitLayout, options: tuple[int | None, bool, bool]) -> _Plan:
+        asked, moments, has_state = options
+        pieces = self._pieces(target)
+        version = max((piece.version for piece in pieces), default=0)
+        is_replayed = has_state and self._replays
+        until = asked if asked is not None and is_replayed else version
+        behind = [piece for piece in pieces if is_replayed and piece.version < until]
+        without = () if moments or behind else MOMENTS
+        reads, gaps = [], []
+        for part in PARTS if has_state else PARTS[:1]:
+            tables = [copies(x.runs, target, x.layout, part, without) for x in pieces]
+            for piece, table in zip(pieces, tables):
+                block = _block(target.name, part)
+                reads.append(_Read(part, piece.rank, block, table, table.chunks()))
+            gaps += [(part, lo, hi) for lo, hi in _gaps(target, part, tables, without)]
+        return _Plan(target, options, until, pieces, behind, reads, gaps)
 
     def needed(self, target: UnitLayout) -> dict[tuple[int, str], list[int]]:
         """The chunks that `fill` reads: of each (rank, block), ascending. Nothing is read."""
@@ -170,21 +258,6 @@ class UnitReader:
             )
         return versions.pop()
 
-    def _copy(
-        self,
-        piece: _Piece,
-        target: UnitLayout,
-        part: str,
-        block: np.ndarray,
-        without: Sequence[str],
-    ) -> None:
-        table = copies(piece.runs, target, piece.layout, part, without)
-        read = self._parts[piece.rank].read_chunks(_block(target.name, part), table.chunks())
-        for chunk, data in read:
-            source = np.frombuffer(data, np.uint8)
-            for to, came, nbytes in table.in_chunk(chunk):
-                block[to : to + nbytes] = source[came : came + nbytes]
-
     def _catch_up(
         self, target: UnitLayout, weight: Buffer, state: Buffer, since: int, until: int,
         begin: int, end: int,
@@ -196,6 +269,20 @@ class UnitReader:
                 rate = self._weight_decay if decay else 0.0
                 missed = self._ledger.table(since, until, rate)
                 replay(target, weight, state, (lo, hi, kept), missed, self._pool)
+
+
+def _gaps(
+    target: UnitLayout, part: str, tables: Sequence[Copies], without: Sequence[str]
+) -> list[tuple[int, int]]:
+    """The bytes [lo, hi) of a block that nothing is copied to, but for the fields left out."""
+    left = [x for x in target.fields[part] if x.component in without]
+    lo = np.concatenate([[x.offset for x in left], *(table.target for table in tables)])
+    nbytes = np.concatenate([[x.nbytes for x in left], *(table.nbytes for table in tables)])
+    order = np.argsort(lo, kind="stable")
+    lo, hi = lo[order].astype(np.int64), (lo + nbytes)[order].astype(np.int64)
+    begin, end = np.append(0, hi), np.append(lo, target.nbytes(part))
+    inside = begin < end
+    return list(zip(begin[inside].tolist(), end[inside].tolist()))
 
 
 def _spans(

@@ -233,6 +233,9 @@ def test_nothing_is_replayed_where_idle_units_skip_steps(tmp_path, pool, policy,
     asked = []
 
     class Source:
+        def expect(self, targets, until=None, moments=True):
+            pass
+
         def fill(self, target, weight, state, until=None, moments=True):
             asked.append(until)
             weight[:] = 0
@@ -265,6 +268,9 @@ def test_memory_does_not_grow_with_the_model(tmp_path, pool, monkeypatch):
         total = sum(x.nbytes("weight") + x.nbytes("state") for x in run.whole.values())
 
         class Source:
+            def expect(self, targets, until=None, moments=True):
+                pass
+
             def fill(self, target, weight, state, until=None, moments=True):
                 weight[:], state[:] = 0, 0
                 return 0
@@ -291,6 +297,9 @@ def broken_after(reader, count):
     class Source:
         def __init__(self):
             self.left = count
+
+        def expect(self, *arguments):
+            reader.expect(*arguments)
 
         def fill(self, *arguments):
             self.left -= 1
@@ -373,6 +382,9 @@ def test_the_next_unit_is_read_while_one_is_written(tmp_path):
     class Source:
         def __init__(self):
             self.count = 0
+
+        def expect(self, targets, until=None, moments=True):
+            pass
 
         def fill(self, target, weight, state, until=None, moments=True):
             self.count += 1

@@ -33,30 +33,37 @@ class Whole:
     cut: str
 
 
-def unit_of(tensors: Sequence[Whole], op: int, index: int, frozen: bool = False) -> UnitSpec:
+def unit_of(
+    tensors: Sequence[Whole], op: int, index: int, frozen: bool = False, name: str = "u"
+) -> UnitSpec:
     """The unit of one of `op` ranks that share every operator."""
     specs = []
     for number, whole in enumerate(tensors):
-        rows, cols, name = whole.rows, whole.cols, f"t{number}"
+        rows, cols, tensor = whole.rows, whole.cols, f"t{number}"
         if whole.cut == "rows":
             each = rows // op
-            spec = TensorSpec(name, (each, cols), whole.kept, whole.decay, 0.1, row0=index * each)
+            spec = TensorSpec(tensor, (each, cols), whole.kept, whole.decay, 0.1, row0=index * each)
         elif whole.cut == "columns" and op > 1:
             each = cols // op
             shape, col0 = (rows, each), index * each
-            spec = TensorSpec(name, shape, whole.kept, whole.decay, 0.1, col0=col0, num_cols=cols)
+            spec = TensorSpec(tensor, shape, whole.kept, whole.decay, 0.1, col0=col0, num_cols=cols)
         else:
-            spec = TensorSpec(name, (rows, cols), whole.kept, whole.decay, 0.1, replicas=op)
+            spec = TensorSpec(tensor, (rows, cols), whole.kept, whole.decay, 0.1, replicas=op)
         specs.append(spec)
-    return UnitSpec("u", 0, None, tuple(specs), frozen)
+    return UnitSpec(name, 0, None, tuple(specs), frozen)
 
 
 def mesh_layouts(
-    tensors: Sequence[Whole], op: int, dp: int, kinds: tuple[str, str, str], frozen: bool = False
+    tensors: Sequence[Whole],
+    op: int,
+    dp: int,
+    kinds: tuple[str, str, str],
+    frozen: bool = False,
+    name: str = "u",
 ) -> list[UnitLayout]:
     """The layouts of the unit on each of dp * op ranks, operator index fastest."""
     return [
-        share_of(unit_of(tensors, op, index, frozen), *kinds, rank=shard, size=dp)
+        share_of(unit_of(tensors, op, index, frozen, name), *kinds, rank=shard, size=dp)
         for shard in range(dp)
         for index in range(op)
     ]
@@ -127,6 +134,9 @@ class MemoryPart:
     def __init__(self, blocks: dict[str, MemoryBlock]) -> None:
         self.blocks = blocks
         self.reads: dict[tuple[str, int], int] = {}
+
+    def expect(self, block: str, chunks: Sequence[int]) -> None:
+        """As `offload.checkpoint.source.CommitPart`; nothing is read."""
 
     def read_chunks(self, block: str, chunks: Sequence[int]) -> Iterator[tuple[int, memoryview]]:
         """As `offload.checkpoint.source.CommitPart`."""

@@ -9,7 +9,8 @@ import sys
 import numpy as np
 import pytest
 
-from offload.checkpoint.source import CommitPart, ReadAhead, requests_of
+from offload.checkpoint.read_ahead import ReadAhead
+from offload.checkpoint.source import CommitPart, requests_of
 from offload.nvme.codec_policy import DriveSpeed
 from offload.nvme.store import NvmeStore
 from offload.runs import Run
