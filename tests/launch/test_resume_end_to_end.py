@@ -117,7 +117,7 @@ def check_is_whole(folder: Path, whole: Path) -> None:
 
 @pytest.mark.parametrize("name", OTHER_WAYS)
 def test_going_on_equals_never_stopping(whole, again, name):
-    """C60: bit for bit, whatever the budgets, the pipeline, the idle policy or the recompute."""
+    """C60, C64: bit for bit, whatever the budgets, pipeline, idle policy or recompute."""
     folder, result = again[name]
     assert result.returncode == 0, result.stderr
     assert "resuming after step 2" in result.stdout

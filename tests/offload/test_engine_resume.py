@@ -158,6 +158,7 @@ def test_a_run_that_ends_with_its_stream_in_flight_loses_the_pending_step_at_mos
 
 
 def test_the_loss_scale_goes_on_where_it_was(tmp_path):
+    # C64
     course = COURSES["half precision"]
     config = tight(course, tmp_path)
     with on_disk(course, config) as run:
