@@ -2,11 +2,11 @@
 #
 # PYTHON=...  the interpreter for the environment (default: the first suitable one found)
 # VENV=...    where the environment is made (default: .venv)
-# WORKERS=... how many processes `make test` runs tests in (default: 1; 2 halve its time)
+# WORKERS=... how many processes `make test` runs tests in (default: 2)
 
 PYTHON ?= python3
 VENV ?= .venv
-WORKERS ?= 1
+WORKERS ?= 2
 CONFIG ?= tiny-moe
 
 BIN := $(VENV)/bin
@@ -22,7 +22,7 @@ SUITABLE := import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 12))
 
 help:
 	@echo "make train   train the shipped model (about 3 minutes after installation)"
-	@echo "make test    run the tests (about 20 minutes; WORKERS=2: 12)"
+	@echo "make test    run the tests (about 12 minutes on two cores)"
 	@echo "make test-long  the long versions of tests, but those of the next three"
 	@echo "make test-kill  200 kills -9 in named phases of a run, 100 of saves on 4 ranks, each resumed"
 	@echo "make test-parallel  every mesh of 2, 4 and 8 ranks beside one rank (an hour on two cores)"
