@@ -2,6 +2,7 @@
 #
 # PYTHON=...  the interpreter for the environment (default: the first suitable one found)
 # VENV=...    where the environment is made (default: .venv)
+# TORCH_INDEX=... where torch for CPUs comes from, which tests and benchmarks compare with
 # WORKERS=... how many processes `make test` runs tests in (default: 2)
 
 PYTHON ?= python3
@@ -12,7 +13,8 @@ CONFIG ?= tiny-moe
 BIN := $(VENV)/bin
 DISTRIBUTED := $(if $(filter-out 1,$(WORKERS)),-n $(WORKERS) --dist loadfile --no-loadscope-reorder)
 STAMP := $(VENV)/.headrace-setup
-BENCH_STAMP := $(VENV)/.headrace-bench
+PEERS_STAMP := $(VENV)/.headrace-peers
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 # These take long or much disk: they have targets of their own.
 BENCHMARKS := $(filter-out bench_step bench_parallel bench_checkpoint bench_export,$(basename $(notdir $(sort $(wildcard benchmarks/bench_*.py)))))
 
@@ -63,8 +65,15 @@ $(STAMP): pyproject.toml
 train: setup
 	$(BIN)/headrace train $(CONFIG)
 
+# Others who compute the same: references of tests, peers of benchmarks. Without them there are fewer.
+$(PEERS_STAMP): $(STAMP)
+	@"$(BIN)/python" -m pip install --disable-pip-version-check --retries 1 \
+	    --extra-index-url "$(TORCH_INDEX)" -e ".[peers]" >&2 \
+	    || echo "torch and transformers could not be installed: going on without them" >&2
+	@touch "$@"
+
 # A worker takes whole files, in their order: their tests share what is slow to make.
-test: setup
+test: $(PEERS_STAMP)
 	$(BIN)/python -m pytest tests -m "not long" $(DISTRIBUTED)
 
 KILL_TESTS := tests/offload/test_engine_kill.py tests/offload/test_rank_kill.py \
@@ -73,7 +82,7 @@ PARALLEL_TESTS := tests/launch/test_meshes.py tests/launch/test_mesh_cases.py \
                   tests/moe/test_pipeline_ranks.py tests/moe/test_parallel_experts.py
 TEST_32 := tests/launch/test_32_ranks.py
 
-test-long: setup
+test-long: $(PEERS_STAMP)
 	$(BIN)/python -m pytest tests -m long \
 	    $(addprefix --ignore=,$(KILL_TESTS) $(PARALLEL_TESTS) $(TEST_32))
 
@@ -92,13 +101,7 @@ checks: setup
 	$(BIN)/mypy
 	$(BIN)/python -m pytest tests/architecture
 
-# torch is the peer of some measurements; without it they are made without a peer.
-$(BENCH_STAMP): $(STAMP)
-	@"$(BIN)/python" -m pip install --disable-pip-version-check -e ".[bench]" >&2 \
-	    || echo "torch could not be installed; measuring without it" >&2
-	@touch "$@"
-
-bench: $(BENCH_STAMP)
+bench: $(PEERS_STAMP)
 	@set -e; for name in $(BENCHMARKS); do $(BIN)/python -m benchmarks.$$name; done
 
 bench-step: setup
