@@ -11,7 +11,7 @@ from launch.checkpoint_command import app
 from offload.nvme.store import NvmeStore
 from offload.testing_storage import filled_buffer
 from ops.errors import ConfigError, HeadraceError, StorageError
-from tests.offload.test_checkpoint_catalog import Ranks
+from tests.offload.checkpoint.test_catalog import Ranks
 
 MIB = 1 << 20
 

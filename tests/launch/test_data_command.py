@@ -6,7 +6,7 @@ from typer.testing import CliRunner
 from launch.data_command import app
 from moe.data.token_file import open_token_file
 from ops.errors import DataError
-from tests.moe.test_data_encode import make_tokenizer
+from tests.moe.data.test_encode import make_tokenizer
 
 
 def invoke(*arguments):

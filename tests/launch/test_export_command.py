@@ -24,9 +24,9 @@ from ops.device import NumpyBackend
 from ops.errors import ConfigError, StorageError
 from ops.kernels.pool import KernelPool
 from tests.moe.harness import make_config
-from tests.moe.saved_weights import OPTIMIZER_STEP, STEP, commit_to, make_run, numbers_of
-from tests.moe.test_weights_initial import digest_of
-from tests.moe.weight_files import PLAIN, packed, random_weights, save_shards, started
+from tests.moe.weights.saved_weights import OPTIMIZER_STEP, STEP, commit_to, make_run, numbers_of
+from tests.moe.weights.test_initial import digest_of
+from tests.moe.weights.weight_files import PLAIN, packed, random_weights, save_shards, started
 
 MESH = ParallelConfig(data_parallel=2, model_parallel=2, expert_parallel=2)
 MODEL = PLAIN | {"vocab_size": 64, "tie_word_embeddings": False}

@@ -9,7 +9,7 @@ import pytest
 
 from launch.config import load_config
 from tests.launch.helpers import call_each, command, numbers_of, report_of
-from tests.moe.weight_files import random_weights, save_shards
+from tests.moe.weights.weight_files import random_weights, save_shards
 
 IN_MEMORY = ("offload.host.capacity=64MiB", "offload.pipeline=sync", "train.recompute=full")
 MIXED = ("offload.idle_expert_policy=dense", "offload.host.capacity=3MiB")

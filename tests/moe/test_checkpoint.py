@@ -1,7 +1,7 @@
 """A commit of any mesh is read on any other one: masters and moments bit for bit.
 
 Commits are in memory and hold made-up values that say which element each is
-(`tests/offload/saved_units.py`); layouts are those of a real model.
+(`tests/offload/checkpoint/saved_units.py`); layouts are those of a real model.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from offload.checkpoint.units import UnitReader
 from offload.config import OptimizerConfig
 from ops.errors import ConfigError, StorageError
 from ops.kernels.pool import KernelPool
-from tests.offload.saved_units import blocks_of, part_of_units
+from tests.offload.checkpoint.saved_units import blocks_of, part_of_units
 
 MODEL = ModelConfig(
     vocab_size=88,

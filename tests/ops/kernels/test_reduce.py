@@ -17,7 +17,7 @@ from ops.kernels.reduce import (
     tree_sum,
 )
 from ops.kernels.split import round_bf16
-from tests.ops import kernel_reference as ref
+from tests.ops.kernels import kernel_reference as ref
 
 
 def gradient(size, seed=0):

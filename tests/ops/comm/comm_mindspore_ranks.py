@@ -1,4 +1,4 @@
-"""What each rank of `test_comm_mindspore.py` runs under `msrun`; the argument names the task.
+"""What each rank of `test_mindspore.py` runs under `msrun`; the argument names the task.
 
 A second argument `ascend` takes cards in place of CPUs, by hand (`docs/ascend.md`).
 """
@@ -13,12 +13,12 @@ from typing import Any
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).parents[2]))  # msrun runs files, not modules
+sys.path.insert(0, str(Path(__file__).parents[3]))  # msrun runs files, not modules
 
 from launch.ranks import master_host
 from ops.comm.base import World
 from ops.comm.mindspore import MindSporeCpuWorld, end_process
-from tests.ops import comm_conformance
+from tests.ops.comm import comm_conformance
 
 
 def make_world(**options: Any) -> World:

@@ -12,7 +12,7 @@ from ops.kernels.adamw import (
 )
 from ops.kernels.pool import KernelPool
 from ops.kernels.split import split_master
-from tests.ops import kernel_reference as ref
+from tests.ops.kernels import kernel_reference as ref
 
 HYPER = AdamW(beta2=0.95)
 SIZE = 3_019

@@ -1,7 +1,7 @@
 """What every `World` must do, as functions that each rank calls with its world, made `checked`.
 
-The three transports run the same list: `test_comm_local.py` with threads, `test_comm_mpi.py` under
-`mpirun` and `test_comm_mindspore.py` under `msrun`. A function is entered by all ranks.
+The three transports run the same list: `test_local.py` with threads, `test_mpi.py` under
+`mpirun` and `test_mindspore.py` under `msrun`. A function is entered by all ranks.
 """
 
 from __future__ import annotations

@@ -21,14 +21,14 @@ from moe.weights.reading import WeightFiles
 from offload.checkpoint.units import UnitReader
 from ops.errors import ConfigError, StorageError
 from ops.kernels.pool import KernelPool
-from tests.moe.saved_weights import (
+from tests.moe.weights.saved_weights import (
     OPTIMIZER_STEP,
     STEP,
     make_run,
     numbers_of,
     parts_in_memory,
 )
-from tests.moe.weight_files import packed
+from tests.moe.weights.weight_files import packed
 
 MESHES = [
     ParallelConfig(),

@@ -24,7 +24,7 @@ from offload.runs import Run
 from offload.testing_storage import Fault, FaultyStorage, filled_buffer, moments
 from ops.checksum import CHUNK_BYTES
 from ops.errors import ConfigError, StorageError
-from tests.offload.test_checkpoint_catalog import Ranks
+from tests.offload.checkpoint.test_catalog import Ranks
 
 MIB = CHUNK_BYTES
 SIZES = {"a": 9 * MIB + 77, "empty": 0, "b": 5, "c": 4 * MIB, "d": 4097}

@@ -10,7 +10,7 @@ from moe.params import build_units
 from moe.weights.names import Match, Stored, model_shapes, packed_names, packed_shapes
 from ops.errors import ConfigError
 from tests.moe.harness import MODEL
-from tests.moe.weight_files import dtype_name, packed, random_weights
+from tests.moe.weights.weight_files import dtype_name, packed, random_weights
 
 
 def model_with(**changes) -> ModelConfig:

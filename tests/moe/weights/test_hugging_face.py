@@ -14,8 +14,8 @@ from moe.weights.hugging_face import hugging_face_config
 from ops.kernels.pool import KernelPool
 from tests import reference
 from tests.moe.harness import MODEL
-from tests.moe.saved_weights import make_run, numbers_of
-from tests.moe.test_weights_export import export_numbers
+from tests.moe.weights.saved_weights import make_run, numbers_of
+from tests.moe.weights.test_export import export_numbers
 
 BASE = MODEL | {"n_shared_experts": 0, "vocab_size": 64}
 CASES = [

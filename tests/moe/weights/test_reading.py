@@ -13,7 +13,7 @@ from moe.weights import reading
 from moe.weights.names import Place
 from moe.weights.reading import WeightFiles
 from ops.errors import ConfigError, StorageError
-from tests.moe.weight_files import NUMPY, save, save_shards
+from tests.moe.weights.weight_files import NUMPY, save, save_shards
 
 
 def matrix(rows=40, columns=24, dtype="F32", seed=0):

@@ -9,7 +9,7 @@ from ops.kernels.adamw import AdamW, update_master, update_master_f16, update_sp
 from ops.kernels.intrinsics import _DIGEST
 from ops.kernels.pool import KernelPool
 from ops.kernels.split import join_master, round_bf16, split_master
-from tests.ops import kernel_reference as ref
+from tests.ops.kernels import kernel_reference as ref
 
 HYPER = AdamW()
 SIZE = 10_007

@@ -16,7 +16,7 @@ from moe.weights import reading
 from moe.weights.initial import check_initial_weights, initial_weights, rectangles
 from ops.errors import ConfigError
 from tests.moe.harness import make_config, smallest
-from tests.moe.weight_files import (
+from tests.moe.weights.weight_files import (
     PLAIN,
     model_of,
     packed,

@@ -7,7 +7,7 @@ import subprocess
 import pytest
 
 from tests.mpirun import run_ranks
-from tests.ops import comm_conformance
+from tests.ops.comm import comm_conformance
 
 pytest.importorskip("mpi4py", reason="the extra headrace[mpi] is not installed")
 
@@ -16,7 +16,7 @@ SECONDS_MAX = 240
 
 def mpirun(ranks: int, task: str) -> subprocess.CompletedProcess[str]:
     """Run a task of `comm_mpi_ranks` on so many ranks; no process is left behind."""
-    return run_ranks(ranks, "tests.ops.comm_mpi_ranks", task, seconds_max=SECONDS_MAX)
+    return run_ranks(ranks, "tests.ops.comm.comm_mpi_ranks", task, seconds_max=SECONDS_MAX)
 
 
 def test_conformance_on_four_ranks() -> None:

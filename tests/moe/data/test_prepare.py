@@ -13,7 +13,7 @@ from moe.data.encode import ByteEncoder, TokenizerEncoder
 from moe.data.prepare import prepare_token_file
 from moe.data.token_file import open_token_file, verify_token_file
 from ops.errors import DataError
-from tests.moe.test_data_encode import make_tokenizer
+from tests.moe.data.test_encode import make_tokenizer
 
 
 def documents_of(path):

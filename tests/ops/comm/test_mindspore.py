@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.ops import comm_conformance
+from tests.ops.comm import comm_conformance
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 BIN = Path(sys.executable).parent
 SECONDS_MAX = 400
 # MindSpore ends ranks whose heartbeat is 30 s late, which a busy machine makes it. (msrun starts

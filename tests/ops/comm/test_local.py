@@ -11,7 +11,7 @@ import pytest
 from ops.comm.base import World
 from ops.comm.local import run_local
 from ops.errors import CommError
-from tests.ops import comm_conformance
+from tests.ops.comm import comm_conformance
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])

@@ -28,8 +28,8 @@ from offload.rank_commits import RECORD_NAME
 from offload.testing_storage import filled_buffer
 from ops.checksum import checksum
 from ops.errors import HeadraceError
-from tests.offload.test_checkpoint_catalog import Ranks
-from tests.offload.test_nvme_manifest import fields_of, seal
+from tests.offload.checkpoint.test_catalog import Ranks
+from tests.offload.nvme.test_manifest import fields_of, seal
 
 NBYTES = (1 << 20) + 3
 SETTINGS = settings(
@@ -137,7 +137,7 @@ def check(path):
         finally:
             tracemalloc.stop()
     assert peak_bytes < 64 << 20, peak_bytes
-    allowed = (str(path), "/proc/", sys.prefix, sys.base_prefix, str(Path(__file__).parents[2]))
+    allowed = (str(path), "/proc/", sys.prefix, sys.base_prefix, str(Path(__file__).parents[3]))
     strangers = {x for x in opened if os.path.isabs(x) and not x.startswith(allowed)}
     assert strangers <= {str(path.parent)}, "a copy makes its own name durable"
     shutil.rmtree(path)

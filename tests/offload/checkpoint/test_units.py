@@ -14,7 +14,7 @@ from ops.checksum import CHUNK_BYTES
 from ops.errors import StorageError
 from ops.kernels.adamw import AdamW
 from ops.kernels.pool import KernelPool
-from tests.offload.saved_units import (
+from tests.offload.checkpoint.saved_units import (
     Whole,
     blocks_of,
     mesh_layouts,

@@ -18,8 +18,8 @@ from ops.checksum import CHUNK_BYTES
 from ops.errors import StorageError
 from ops.kernels.adamw import AdamW
 from ops.kernels.pool import KernelPool
-from tests.offload.saved_units import Whole, blocks_of, mesh_layouts, part_of_units
-from tests.offload.test_checkpoint_source import directories, flip, whole
+from tests.offload.checkpoint.saved_units import Whole, blocks_of, mesh_layouts, part_of_units
+from tests.offload.checkpoint.test_source import directories, flip, whole
 
 MIB = CHUNK_BYTES
 

@@ -19,8 +19,8 @@ from offload.blocks import TensorSpec, UnitLayout
 from offload.nvme.store import NvmeStore
 from offload.rank_commits import RankCommit, RecordFile
 from tests.moe.harness import make_config
-from tests.moe.weight_files import PLAIN, Tensors, random_weights
-from tests.offload.saved_units import MemoryBlock, MemoryPart
+from tests.moe.weights.weight_files import PLAIN, Tensors, random_weights
+from tests.offload.checkpoint.saved_units import MemoryBlock, MemoryPart
 
 COMPONENTS = ("master", "exp_avg", "exp_avg_sq")
 Numbers = dict[str, Tensors]

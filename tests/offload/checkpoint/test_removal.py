@@ -15,7 +15,7 @@ from offload.nvme.store import NvmeStore
 from offload.testing_storage import filled_buffer
 from ops.checksum import CHUNK_BYTES
 from ops.errors import ConfigError, StorageError
-from tests.offload.test_checkpoint_catalog import Ranks
+from tests.offload.checkpoint.test_catalog import Ranks
 
 MIB = CHUNK_BYTES
 

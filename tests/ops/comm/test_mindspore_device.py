@@ -27,10 +27,10 @@ from ops.comm.base import World
 from ops.comm.mindspore import free_port
 from ops.comm.mindspore_device import MINDSPORE, MindSporeDeviceWorld, _StoreLine
 from ops.errors import CommError
-from tests.ops import comm_conformance, fake_ascend
-from tests.ops.fake_ascend import FakeCards
+from tests.ops.comm import comm_conformance, fake_ascend
+from tests.ops.comm.fake_ascend import FakeCards
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 SECONDS_MAX = 300
 
 
@@ -218,7 +218,7 @@ def test_a_call_that_blocks_inside_the_library_ends_the_process() -> None:
     program = """
         import ctypes, dataclasses
         from ops.comm.mindspore_device import MindSporeDeviceWorld
-        from tests.ops.fake_ascend import FakeCards
+        from tests.ops.comm.fake_ascend import FakeCards
         def block(*args, **kwargs):
             ctypes.PyDLL(None).sleep(60)  # PyDLL keeps the lock
         library = dataclasses.replace(FakeCards(1).library(0), Stream=block)

@@ -15,7 +15,7 @@ from ops.comm.local import run_local
 from ops.errors import StorageError
 from ops.kernels.adamw import AdamW
 from ops.kernels.pool import KernelPool
-from tests.offload.saved_units import Whole, blocks_of, mesh_layouts, part_of
+from tests.offload.checkpoint.saved_units import Whole, blocks_of, mesh_layouts, part_of
 
 KINDS = ("bfloat16", "bfloat16", "float32")
 TENSORS = [Whole(1024, 512, False, True, "rows"), Whole(64, 64, True, False, "none")]

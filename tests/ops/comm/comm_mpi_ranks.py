@@ -1,4 +1,4 @@
-"""What each rank of `test_comm_mpi.py` runs: `python -m tests.ops.comm_mpi_ranks TASK`.
+"""What each rank of `test_mpi.py` runs: `python -m tests.ops.comm.comm_mpi_ranks TASK`.
 
 Each task prints a line that the test looks for, or fails, which aborts all ranks.
 """
@@ -14,7 +14,7 @@ import pytest
 
 from ops.comm.mpi import MpiWorld
 from ops.errors import CommError
-from tests.ops import comm_conformance
+from tests.ops.comm import comm_conformance
 
 
 def conformance() -> None:

@@ -13,7 +13,7 @@ from ops.kernels.split import (
     round_bf16,
     split_master,
 )
-from tests.ops import kernel_reference as ref
+from tests.ops.kernels import kernel_reference as ref
 
 LOWER = np.array(
     [0, 1, 0x0FFF, 0x1000, 0x1001, 0x2FFF, 0x3000, 0x7FFF, 0x8000, 0x8001, 0xFFFF], np.uint32
