@@ -6,12 +6,19 @@ import os
 import shlex
 import socket
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from launch.hostfile import Host, place, read_hostfile
-from launch.launcher.command import Launch, mpirun_command, msrun_command, program_of
+from launch.launcher.command import (
+    Launch,
+    mpirun_command,
+    msrun_command,
+    program_of,
+    ranks_of_node,
+)
 from launch.launcher.job import DEFAULT_PATIENCE, Job, Patience
 from launch.launcher.logs import LogDirectory, default_directory
 from launch.launcher.tools import choose_launcher, find_mpirun, find_msrun
@@ -49,7 +56,7 @@ def launch(
     if program is None:
         _check_arguments(arguments)
     run_dir = _run_dir(arguments)
-    log_dir = options.log_dir or default_directory(run_dir)
+    log_dir = options.log_dir or default_directory(run_dir, create=False)
     hosts: tuple[Host, ...] = ()
     if options.hostfile is not None:
         hosts = place(read_hostfile(options.hostfile), options.num_ranks, str(options.hostfile))
@@ -64,21 +71,38 @@ def launch(
     )
     launcher = choose_launcher(options.launcher)
     if launcher == "mpirun":
-        if options.node_rank is not None:
-            raise ConfigError("--node-rank is for --launcher msrun: mpirun starts all machines.")
-        command = mpirun_command(what, find_mpirun(), os.environ, is_root=os.geteuid() == 0)
+        command_of = _mpirun(options)
     else:
-        command = _msrun(options, what, arguments)
-    print(f"starting {_counted(what)}:\n  {shlex.join(command)}\nlogs of all ranks: {log_dir}")
+        command_of = _msrun(options, what, arguments)
+    command = command_of(what)  # all that is refused is refused before anything is made
     if options.dry_run:
+        _announce(what, command, log_dir)
         return 0
+    with ExitStack() as claimed:
+        try:
+            if options.log_dir is None:
+                log_dir = default_directory(run_dir, create=True)
+                what = replace(what, log_dir=log_dir.resolve())
+                command = command_of(what)
+            logs = _logs(options, what)
+            log = claimed.enter_context(logs.claim())
+        except OSError as error:
+            raise ConfigError(f"--log-dir {log_dir} cannot be written: {error.strerror}.") from None
+        _announce(what, command, log_dir)
+        return Job(launcher, command, logs, log, sys.stdout.buffer, sys.stderr, patience).run()
+
+
+def _announce(what: Launch, command: Sequence[str], log_dir: Path) -> None:
+    print(f"starting {_counted(what)}:\n  {shlex.join(command)}\nlogs of all ranks: {log_dir}")
     sys.stdout.flush()
-    logs = LogDirectory(what.log_dir)
-    try:
-        logs.prepare()
-    except OSError as error:
-        raise ConfigError(f"--log-dir {log_dir} cannot be written: {error.strerror}.") from None
-    return Job(launcher, command, logs, sys.stdout.buffer, sys.stderr, patience).run()
+
+
+def _logs(options: LaunchOptions, what: Launch) -> LogDirectory:
+    """The log directory as this launch sees it: with --node-rank, the ranks of this machine."""
+    if options.node_rank is None:
+        return LogDirectory(what.log_dir, range(what.num_ranks))
+    ranks = ranks_of_node(what, options.node_rank)
+    return LogDirectory(what.log_dir, ranks, options.node_rank)
 
 
 def _check_arguments(arguments: Sequence[str]) -> None:
@@ -99,8 +123,18 @@ def _run_dir(arguments: Sequence[str]) -> Path | None:
     return None
 
 
-def _msrun(options: LaunchOptions, what: Launch, arguments: Sequence[str]) -> list[str]:
-    """The msrun command of this machine.
+def _mpirun(options: LaunchOptions) -> Callable[[Launch], list[str]]:
+    """Makes the mpirun command of a launch. Raises ConfigError where there is no mpirun."""
+    if options.node_rank is not None:
+        raise ConfigError("--node-rank is for --launcher msrun: mpirun starts all machines.")
+    mpirun, is_root = find_mpirun(), os.geteuid() == 0
+    return lambda what: mpirun_command(what, mpirun, os.environ, is_root=is_root)
+
+
+def _msrun(
+    options: LaunchOptions, what: Launch, arguments: Sequence[str]
+) -> Callable[[Launch], list[str]]:
+    """Makes the msrun command of this machine.
 
     Where there are several machines and --node-rank does not say which this one is, raises
     ConfigError after printing what to start on each.
@@ -112,14 +146,16 @@ def _msrun(options: LaunchOptions, what: Launch, arguments: Sequence[str]) -> li
                 f"--node-rank {options.node_rank}: -n {what.num_ranks} needs one machine; "
                 "allowed is 0."
             )
-        return msrun_command(what, msrun, 0, _free_port(), os.environ)
+        port = _free_port()
+        return lambda what: msrun_command(what, msrun, 0, port, os.environ)
     if options.node_rank is not None:
-        if not 0 <= options.node_rank < len(what.hosts):
+        node_rank = options.node_rank
+        if not 0 <= node_rank < len(what.hosts):
             raise ConfigError(
-                f"--node-rank {options.node_rank}: {options.hostfile} gives {len(what.hosts)} "
+                f"--node-rank {node_rank}: {options.hostfile} gives {len(what.hosts)} "
                 f"machines to -n {what.num_ranks}: allowed is 0 to {len(what.hosts) - 1}."
             )
-        return msrun_command(what, msrun, options.node_rank, MASTER_PORT, os.environ)
+        return lambda what: msrun_command(what, msrun, node_rank, MASTER_PORT, os.environ)
     msrun_command(what, msrun, 0, MASTER_PORT, os.environ)  # refuses uneven machines first
     own = ["headrace", "launch", "-n", str(options.num_ranks), "--launcher", "msrun"]
     own += ["--hostfile", str(options.hostfile)]

@@ -64,9 +64,10 @@ class Launch:
         return dict.fromkeys(THREAD_VARIABLES, str(self.threads))
 
 
-def rank_command(launch: Launch, num_ranks: int) -> list[str]:
-    """What a launcher starts for each rank; `num_ranks` is how many of them meet in the logs."""
-    runner = ["-m", "launch.launcher.rank_runner", str(launch.log_dir), str(num_ranks)]
+def rank_command(launch: Launch, ranks: range) -> list[str]:
+    """What a launcher starts for each rank; `ranks` are those whose end it awaits."""
+    runner = ["-m", "launch.launcher.rank_runner", str(launch.log_dir)]
+    runner.append(f"{ranks[0]}-{ranks[-1]}")
     return [*runner, f"{launch.grace_seconds:g}", *launch.program]
 
 
@@ -94,7 +95,7 @@ def mpirun_command(
         for name in sorted(environment):
             if name.startswith(_EXPORTED) or name in _EXPORTED_NAMES:
                 command += ["-x", name]
-    return [*command, sys.executable, *rank_command(launch, launch.num_ranks)]
+    return [*command, sys.executable, *rank_command(launch, range(launch.num_ranks))]
 
 
 def msrun_command(
@@ -132,8 +133,13 @@ def msrun_command(
         "--tail_worker_log=-2",  # no rank: `headrace launch` shows rank 0
         "--bind_core=False",
         "python",
-        *rank_command(launch, local_size),
+        *rank_command(launch, ranks_of_node(launch, node_rank)),
     ]
+
+
+def ranks_of_node(launch: Launch, node_rank: int) -> range:
+    """The ranks that msrun starts on machine `node_rank`; all machines have as many."""
+    return range(node_rank * launch.local_size, (node_rank + 1) * launch.local_size)
 
 
 def _path(environment: Mapping[str, str]) -> str:

@@ -1,4 +1,4 @@
-"""A launch while it runs: rank 0 on the terminal, signals on to the ranks, failures explained.
+"""A launch while it runs: one rank on the terminal, signals on to all, failures explained.
 
 The launcher (mpirun or msrun) has a session of its own, so that Ctrl-C reaches only this process.
 
@@ -51,7 +51,8 @@ DEFAULT_PATIENCE = Patience()
 class Job:
     """One start of all ranks. `run` may be called once, from the main thread.
 
-    `launcher` is `mpirun` or `msrun`. Rank 0 is shown on `out`, what went wrong on `err`.
+    `launcher` is `mpirun` or `msrun`, and writes to `log`. The first of the ranks in `logs` is
+    shown on `out`, what went wrong on `err`.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class Job:
         launcher: str,
         command: Sequence[str],
         logs: LogDirectory,
+        log: BinaryIO,
         out: BinaryIO,
         err: TextIO,
         patience: Patience = DEFAULT_PATIENCE,
@@ -66,6 +68,7 @@ class Job:
         self._launcher = launcher
         self._command = list(command)
         self._logs = logs
+        self._log = log
         self._out = out
         self._err = err
         self._patience = patience
@@ -98,15 +101,14 @@ class Job:
 
     def _start(self) -> subprocess.Popen[bytes]:
         try:
-            with self._logs.launcher_log.open("wb") as log:
-                return subprocess.Popen(
-                    self._command,
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    start_new_session=True,
-                    preexec_fn=_die_gently,
-                )
+            return subprocess.Popen(
+                self._command,
+                stdin=subprocess.DEVNULL,
+                stdout=self._log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                preexec_fn=_die_gently,
+            )
         except OSError as error:
             raise HeadraceError(f"{self._command[0]} does not start: {error}.") from None
 
@@ -127,13 +129,13 @@ class Job:
 
     def _stream(self) -> None:
         try:
-            with self._logs.rank_log(0).open("rb") as file:
+            with self._logs.rank_log(self._logs.first_rank).open("rb") as file:
                 file.seek(self._position)
                 while chunk := file.read(_CHUNK_BYTES):
                     self._position += len(chunk)
                     self._out.write(chunk)
         except FileNotFoundError:
-            return  # rank 0 has not started, or writes where this machine cannot see it
+            return  # the rank has not started, or writes where this machine cannot see it
         self._out.flush()
 
     def _pass_on(self, received: signal.Signals) -> None:

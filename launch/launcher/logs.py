@@ -1,24 +1,32 @@
 """The directory of a launch: a log for every rank, and a record of how each rank ended.
 
     rank-00007.log      what rank 7 wrote to stdout and stderr
-    launcher.log        what mpirun or msrun wrote itself
+    launcher.log        what mpirun or msrun wrote itself; locked as long as the launch runs
+    launcher-00001.log  the same of machine 1, where each machine has a launch of its own
     msrun/              msrun only: its scheduler's log, and its own of each rank (empty)
     exits/00007.json    how rank 7 ended; written whole, or not there
 
-Ranks of several machines meet here, so the directory has to be one that all of them see. Nothing
-here imports more than the standard library: every rank's runner loads it.
+Ranks of several machines meet here, so the directory has to be one that all of them see. Two
+launches must not: a default directory is made new, and the launcher's log is locked. Nothing here
+imports more than the standard library and the errors: every rank's runner loads it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import datetime
+import fcntl
+import itertools
 import json
 import os
 import signal
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
+
+from ops.errors import ConfigError
 
 TAIL_LINES = 20
 _TAIL_BYTES = 64 * 1024
@@ -45,25 +53,64 @@ class RankExit:
 
 @dataclass(frozen=True)
 class LogDirectory:
-    """Names and records below `path`."""
+    """Names and records below `path`.
+
+    `ranks` are those of this launch; nothing of another rank is counted or touched. None means
+    whatever ranks are there. `node` is the number of this machine where each of several machines
+    has a launch of its own and all share `path`.
+    """
 
     path: Path
+    ranks: range | None = None
+    node: int | None = None
 
     @property
     def launcher_log(self) -> Path:
         """What mpirun or msrun wrote itself."""
-        return self.path / "launcher.log"
+        return self.path / (
+            "launcher.log" if self.node is None else f"launcher-{self.node:05d}.log"
+        )
+
+    @property
+    def first_rank(self) -> int:
+        """The rank that speaks for this launch."""
+        return self.ranks[0] if self.ranks else 0
 
     def rank_log(self, rank: int) -> Path:
         """What a rank wrote."""
         return self.path / f"rank-{rank:05d}.log"
 
-    def prepare(self) -> None:
-        """Create the directory and forget the ranks of an earlier launch. May raise OSError."""
+    @contextlib.contextmanager
+    def claim(self) -> Iterator[BinaryIO]:
+        """Create the directory, forget the ranks of an earlier launch; yields the launcher's log.
+
+        The log is locked as long as it is open here or in a process that writes to it. Raises
+        ConfigError when another launch has it, and OSError.
+        """
+        (self.path / "exits").mkdir(parents=True, exist_ok=True)
+        with self.launcher_log.open("ab") as log:
+            try:
+                fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise ConfigError(
+                    f"--log-dir {self.path} is in use by another launch that still runs: allowed "
+                    "is another directory, or this one when that launch has ended."
+                ) from None
+            except OSError:
+                pass  # a file system without locks
+            log.truncate(0)
+            for old in self._of_ranks():
+                old.unlink(missing_ok=True)
+            yield log
+
+    def _of_ranks(self) -> Iterator[Path]:
+        """Logs and records of the ranks; where machines share the directory, of this one's."""
         exits = self.path / "exits"
-        exits.mkdir(parents=True, exist_ok=True)
-        for old in (*exits.iterdir(), *self.path.glob("rank-*.log")):
-            old.unlink()
+        if self.node is None or self.ranks is None:
+            yield from (*exits.iterdir(), *self.path.glob("rank-*.log"))
+            return
+        for rank in self.ranks:
+            yield from (self.rank_log(rank), *exits.glob(f"{rank:05d}.*"))
 
     def write_exit(self, record: RankExit) -> None:
         """Record how a rank ended. May raise OSError."""
@@ -74,18 +121,22 @@ class LogDirectory:
         os.replace(temporary, path)
 
     def num_exits(self) -> int:
-        """How many ranks have ended, as far as this machine sees."""
+        """How many of the ranks have ended, as far as this machine sees."""
         with contextlib.suppress(OSError):
-            return sum(name.endswith(".json") for name in os.listdir(self.path / "exits"))
+            return len(self._records())
         return 0
 
     def exits(self) -> list[RankExit]:
         """The ranks that have ended, the first to end first."""
         found = []
-        for path in (self.path / "exits").glob("*.json"):
+        for path in self._records():
             with contextlib.suppress(OSError, ValueError):
                 found.append(RankExit(rank=int(path.stem), **json.loads(path.read_text())))
         return sorted(found, key=lambda record: (record.time_ns, record.rank))
+
+    def _records(self) -> list[Path]:
+        paths = [path for path in (self.path / "exits").glob("*.json") if path.stem.isdecimal()]
+        return [path for path in paths if self.ranks is None or int(path.stem) in self.ranks]
 
 
 def last_lines(path: Path, num_lines: int = TAIL_LINES) -> list[str]:
@@ -99,16 +150,19 @@ def last_lines(path: Path, num_lines: int = TAIL_LINES) -> list[str]:
     return list(deque((line for line in text.splitlines() if line.strip()), maxlen=num_lines))
 
 
-def default_directory(run_dir: Path | None) -> Path:
+def default_directory(run_dir: Path | None, *, create: bool) -> Path:
     """Where logs lie unless --log-dir says otherwise: a new directory for every launch.
 
-    Below the run's directory where the command names one, else below `launch-logs`.
+    Below the run's directory where the command names one, else below `launch-logs`. With `create`
+    it is made, so that no launch of the same second takes it too. May raise OSError.
     """
     stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
     base = Path("launch-logs") if run_dir is None else run_dir / "logs"
-    path = base / stamp
-    number = 2
-    while path.exists():
-        path = base / f"{stamp}-{number}"
-        number += 1
-    return path
+    paths = (base / (stamp if n == 1 else f"{stamp}-{n}") for n in itertools.count(1))
+    if not create:
+        return next(path for path in paths if not path.exists())
+    for path in paths:
+        with contextlib.suppress(FileExistsError):
+            path.mkdir(parents=True)
+            return path
+    raise AssertionError("numbers do not end")

@@ -1,5 +1,7 @@
 """Runs one rank: `python -m launch.launcher.rank_runner LOG_DIR RANKS SECONDS PROGRAM ...`.
 
+RANKS are those that end together, as `FIRST-LAST`: all, or under msrun those of this machine.
+
 mpirun and msrun differ in where output goes, what they do with signals and how they tell a failure,
 so they start this small process for every rank instead, and it starts the program:
 
@@ -84,11 +86,12 @@ class _Runner:
 
 def main(arguments: Sequence[str]) -> int:
     """Run the rank and return its status; `arguments` are those of the module's first line."""
-    log_dir, num_ranks, patience, *program = arguments
+    log_dir, ranks, patience, *program = arguments
     die_with_parent()
     if is_scheduler():
         os.execvp(program[0], program)
-    logs = LogDirectory(Path(log_dir))
+    first, last = ranks.split("-")
+    logs = LogDirectory(Path(log_dir), range(int(first), int(last) + 1))
     rank = detect_ranks().rank
     runner = _Runner()
     status = runner.run(program, logs.rank_log(rank))
@@ -97,7 +100,7 @@ def main(arguments: Sequence[str]) -> int:
         seconds = STOPPED_PATIENCE_SECONDS if status == Stopped.exit_code else float(patience)
         deadline = time.monotonic() + seconds
         while not runner.told and time.monotonic() < deadline:
-            if logs.num_exits() >= int(num_ranks):
+            if logs.num_exits() >= len(logs.ranks or ()):
                 break
             time.sleep(_POLL_SECONDS)
     return status

@@ -21,9 +21,10 @@ import sys
 from pathlib import Path
 from launch.launch_command import LaunchOptions, launch
 from launch.launcher.job import Patience
-launcher, log_dir, grace, hostfile, program = sys.argv[1:]
+launcher, log_dir, grace, hostfile, node, program = sys.argv[1:]
 hosts = Path(hostfile) if hostfile else None
-options = LaunchOptions(4, hosts, launcher, log_dir=Path(log_dir))
+node_rank = int(node) if node else None
+options = LaunchOptions(4, hosts, launcher, log_dir=Path(log_dir), node_rank=node_rank)
 patience = Patience(end_seconds=20, kill_seconds=1, record_seconds=0.5)
 command = [sys.executable, "-c", program]
 seconds = float(grace)
@@ -61,12 +62,14 @@ class Launched:
         grace_seconds: float = 0.2,
         hostfile: Path | None = None,
         scheduler: bool = False,
+        node_rank: int | None = None,
     ) -> subprocess.Popen[str]:
         """Start it; `program` finds `rank`, `say` and `go_on` defined.
 
         `scheduler` says that it connects its ranks, so that msrun's scheduler runs it too.
         """
         arguments = [launcher, str(self.path), str(grace_seconds), str(hostfile or "")]
+        arguments.append("" if node_rank is None else str(node_rank))
         code = ("" if scheduler else WITHOUT_SCHEDULER) + PROGRAM + textwrap.dedent(program)
         self.process = subprocess.Popen(
             [sys.executable, "-c", LAUNCH, *arguments, code],

@@ -44,7 +44,7 @@ def test_32_ranks_on_8_machines_are_started_by_one_mpirun() -> None:
         "/env/bin/mpirun -n 32 --hostfile /shared/hosts --map-by slot --bind-to none "
         "-x OMP_NUM_THREADS=16 -x OPENBLAS_NUM_THREADS=16 -x NUMBA_NUM_THREADS=16 "
         "-x HEADRACE_TRACEBACK -x LD_LIBRARY_PATH "
-        f"{sys.executable} -m launch.launcher.rank_runner /shared/logs 32 5 "
+        f"{sys.executable} -m launch.launcher.rank_runner /shared/logs 0-31 5 "
         f"{sys.executable} -m launch {shlex.join(TRAIN)}"
     )
 
@@ -78,7 +78,7 @@ def test_msrun_is_told_its_part_of_the_machines_and_finds_this_python() -> None:
     ]
     # Its ranks meet in the records of their own machine: four of them.
     runner = command[command.index("python") :]
-    assert runner[:5] == ["python", "-m", "launch.launcher.rank_runner", "/shared/logs", "4"]
+    assert runner[:5] == ["python", "-m", "launch.launcher.rank_runner", "/shared/logs", "12-15"]
 
 
 def test_msrun_refuses_machines_that_are_filled_unevenly() -> None:

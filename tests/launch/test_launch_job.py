@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.launcher.logs import LogDirectory, RankExit, last_lines
+from launch.launcher.logs import LogDirectory, RankExit, default_directory, last_lines
 from tests.launch.launched import Launched
 
 
@@ -151,15 +151,106 @@ def test_without_a_record_of_the_rank_the_launcher_itself_is_quoted(launched: La
 
 def test_records_are_read_in_the_order_of_time_and_damage_is_passed_over(tmp_path: Path) -> None:
     logs = LogDirectory(tmp_path / "logs")
-    logs.prepare()
     late, early = RankExit(0, 1, 20, False), RankExit(3, 3, 10, False)
-    logs.write_exit(late)
-    logs.write_exit(early)
-    (logs.path / "exits" / "00001.json").write_text('{"status":')
-    assert logs.exits() == [early, late] and logs.num_exits() == 3
-    logs.rank_log(0).write_text("old")
-    logs.prepare()
-    assert logs.exits() == [] and not logs.rank_log(0).exists()
+    with logs.claim():
+        logs.write_exit(late)
+        logs.write_exit(early)
+        (logs.path / "exits" / "00001.json").write_text('{"status":')
+        assert logs.exits() == [early, late] and logs.num_exits() == 3
+        logs.rank_log(0).write_text("old")
+    with logs.claim():
+        assert logs.exits() == [] and not logs.rank_log(0).exists()
+
+
+def test_two_launches_of_one_second_have_a_directory_each(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both took the same one, which did not exist yet, and the second ended with the first's
+    exit status."""
+    monkeypatch.chdir(tmp_path)
+    for run_dir in (None, Path("run")):
+        found = [default_directory(run_dir, create=True) for _ in range(5)]
+        assert len(set(found)) == 5 and all(path.is_dir() for path in found)
+        assert default_directory(run_dir, create=False) not in found
+
+
+def test_a_log_directory_in_use_is_refused_until_its_launch_has_ended(
+    launched: Launched, tmp_path: Path
+) -> None:
+    """A second launch with the same --log-dir deleted the first one's logs and records."""
+    launched.start('say("ready"); threading.Event().wait(4); say("done")')
+    launched.wait_for("rank 0: ready")
+    second = Launched(tmp_path)
+    second.start("sys.exit(3)")
+    assert second.process is not None
+    _, err = second.process.communicate(timeout=60)
+    assert second.process.returncode != 0
+    assert f"--log-dir {launched.path} is in use by another launch" in err
+    assert launched.end()[0] == 0
+    assert launched.logs.rank_log(1).read_text() == "rank 1: ready\nrank 1: done\n"
+    with launched.logs.claim():
+        assert launched.logs.exits() == []
+
+
+def test_machines_that_share_a_log_directory_leave_each_other_alone(tmp_path: Path) -> None:
+    """The launch of the second machine deleted the logs that the first one's ranks wrote, and took
+    their ends for its own."""
+    path = tmp_path / "logs"
+    first, second = (LogDirectory(path, range(2 * n, 2 * n + 2), n) for n in range(2))
+    with first.claim() as log:
+        log.write(b"first")
+        first.rank_log(0).write_text("at work")
+        second.rank_log(3).write_text("of an earlier launch")
+        second.write_exit(RankExit(3, 0, 10, False))
+        first.write_exit(RankExit(1, 3, 20, False))
+        with second.claim():
+            assert first.rank_log(0).read_text() == "at work"
+            assert not second.rank_log(3).exists()
+            assert (first.num_exits(), second.num_exits()) == (1, 0)
+            second.write_exit(RankExit(2, 0, 30, False))
+            assert [exit.rank for exit in second.exits()] == [2]
+            assert [exit.rank for exit in first.exits()] == [1]
+    assert first.launcher_log.read_text() == "first" and first.launcher_log != second.launcher_log
+
+
+def test_a_rank_that_fails_on_one_machine_of_msrun_is_not_counted_on_another(
+    launched: Launched, tmp_path: Path
+) -> None:
+    """Both machines are this one here; they share the log directory."""
+    hosts = tmp_path / "hosts"
+    hosts.write_text("127.0.0.1 slots=2\nworker2 slots=2\n")
+    end = tmp_path / "end"
+    launched.start(
+        f"""
+        say("ready")
+        while not os.path.exists({str(end)!r}):
+            threading.Event().wait(0.05)
+        say("done")
+    """,
+        "msrun",
+        hostfile=hosts,
+        node_rank=0,
+    )
+    launched.wait_for("rank 0: ready")
+    second = Launched(tmp_path)
+    second.start(
+        'say("ready"); sys.exit(3) if rank == 3 else go_on()',
+        "msrun",
+        hostfile=hosts,
+        node_rank=1,
+    )
+    assert second.process is not None
+    out, err = second.process.communicate(timeout=120)
+    assert second.process.returncode == 3, err
+    assert "rank 2: ready" in out and "rank 3 failed with exit status 3" in err
+    end.touch()
+    status, out, err = launched.end()
+    assert (status, err) == (0, "") and out == "rank 0: done\n"
+    assert launched.logs.rank_log(0).read_text() == "rank 0: ready\nrank 0: done\n"
+    assert {path.name for path in launched.path.glob("launcher*.log")} == {
+        "launcher-00000.log",
+        "launcher-00001.log",
+    }
 
 
 def test_only_a_rank_that_obeyed_is_no_failure() -> None:
