@@ -122,6 +122,7 @@ def _train(
     from launch.ranks import detect_ranks
     from launch.report import prepare_run_dir
     from launch.run import run_training
+    from launch.same_run import require_same_settings
     from launch.save_request import SaveRequest
     from launch.signals import stop_on_signals
     from launch.world import shared_world
@@ -133,6 +134,7 @@ def _train(
     stop = threading.Event()
     # Signals first: a rank that is stopped while it waits for the others must not die at once.
     with stop_on_signals(stop), shared_world(ranks) as world:
+        require_same_settings(config, steps, resume, world)
         directory = (
             prepare_run_dir(run_dir, config.name, resume is not None) if ranks.is_first else None
         )

@@ -269,3 +269,14 @@ def _check_type(annotation: Any, key: str, value: Any) -> Any:
     if annotation is str and not isinstance(value, str):
         raise refuse(key, value, 'allowed is text (write numbers in quotes: "1")')
     return value
+
+
+def flatten(mapping: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The values of nested mappings by dotted key, tuples as lists (JSON knows no tuples)."""
+    found: dict[str, Any] = {}
+    for key, value in mapping.items():
+        if isinstance(value, Mapping):
+            found |= flatten(value, f"{prefix}{key}.")
+        else:
+            found[prefix + key] = list(value) if isinstance(value, tuple) else value
+    return found

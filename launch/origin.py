@@ -75,7 +75,7 @@ def find_origin(config: RunConfig, resume: str | None, world: World) -> Origin |
     if resume is None:
         return None
     paths = resume_paths(config, resume)
-    is_own = _same_paths(paths, config.offload.nvme.paths)
+    is_own = goes_on_in_own_store(config, resume)
     found, nothing = _listed(paths, is_own, world)
     skipped: list[str] = []
     for candidate in found:
@@ -102,6 +102,11 @@ def resume_paths(config: RunConfig, resume: str) -> tuple[str, ...]:
     if resume == LATEST:
         return tuple(config.offload.nvme.paths)
     return tuple(path for path in resume.split(os.pathsep) if path)
+
+
+def goes_on_in_own_store(config: RunConfig, resume: str) -> bool:
+    """Whether `--resume` names the run's own store, by `latest` or by its paths."""
+    return _same_paths(resume_paths(config, resume), config.offload.nvme.paths)
 
 
 def _same_paths(one: Sequence[str], other: Sequence[str]) -> bool:

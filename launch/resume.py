@@ -16,6 +16,7 @@ from typing import Any
 
 import xxhash
 
+from launch.compose import flatten
 from launch.config import RunConfig
 from launch.environment import versions
 from launch.origin import Origin
@@ -151,17 +152,7 @@ def _differences(
     saved: Any, config: RunConfig, wanted: Mapping[str, Any] | None = None
 ) -> dict[str, tuple[Any, Any]]:
     """Dotted keys whose value differs: (value of the commit, value now)."""
-    now = _flat(_recorded(config) if wanted is None else wanted)
-    before = _flat(saved if isinstance(saved, Mapping) else {})
+    now = flatten(_recorded(config) if wanted is None else wanted)
+    before = flatten(saved if isinstance(saved, Mapping) else {})
     keys = now.keys() | before.keys()
     return {key: (before.get(key), now.get(key)) for key in keys if before.get(key) != now.get(key)}
-
-
-def _flat(mapping: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for key, value in mapping.items():
-        if isinstance(value, Mapping):
-            found |= _flat(value, f"{prefix}{key}.")
-        else:  # JSON knows no tuples
-            found[prefix + key] = list(value) if isinstance(value, tuple) else value
-    return found

@@ -32,6 +32,7 @@ from launch.rank_store import RankStore, open_rank_store
 from launch.ranks import detect_ranks
 from launch.restore import restore_from
 from launch.resume import StartingPoint, save_plan, starting_point
+from launch.same_run import require_same_text
 from launch.world import AGREED
 from moe.data.bigram import bigram_nats_per_token
 from moe.data.load import RunData, load_data
@@ -113,6 +114,7 @@ def run_training(
     model, train = config.model, config.train
     with trace.span("start-up", "load data"):
         data = load_data(config.data, vocab_size=model.vocab_size, seq_len=train.seq_len)
+        require_same_text(data.source, world)
         bigram = bigram_nats_per_token(data.train, data.held_out, model.vocab_size)
     observer.on_message(f"data: {data.describe()}")
     keeps_origin = origin is not None and origin.is_own
