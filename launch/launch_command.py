@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from launch.hostfile import Host, place, read_hostfile
+from launch.hostfile import Host, hostfile_text, place, read_hostfile
 from launch.launcher.command import (
     Launch,
     mpirun_command,
@@ -66,17 +66,20 @@ def launch(
         log_dir=log_dir.resolve(),
         num_cores=len(os.sched_getaffinity(0)),
         hosts=hosts,
-        hostfile=options.hostfile,
         grace_seconds=grace_seconds,
     )
     launcher = choose_launcher(options.launcher)
+    hostfile = ""
     if launcher == "mpirun":
         command_of = _mpirun(options)
+        hostfile = hostfile_text(hosts)
     else:
         command_of = _msrun(options, what, arguments)
     command = command_of(what)  # all that is refused is refused before anything is made
     if options.dry_run:
         _announce(what, command, log_dir)
+        if hostfile:
+            print(f"the hostfile there would be:\n{hostfile}", end="")
         return 0
     with ExitStack() as claimed:
         try:
@@ -86,6 +89,8 @@ def launch(
                 command = command_of(what)
             logs = _logs(options, what)
             log = claimed.enter_context(logs.claim())
+            if hostfile:
+                logs.hostfile.write_text(hostfile)
         except OSError as error:
             raise ConfigError(f"--log-dir {log_dir} cannot be written: {error.strerror}.") from None
         _announce(what, command, log_dir)

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launch.hostfile import Host
+from launch.launcher.logs import LogDirectory
 from launch.ranks import LOCAL_SIZE_VARIABLE
 from ops.errors import ConfigError
 
@@ -40,7 +41,6 @@ class Launch:
     log_dir: Path
     num_cores: int
     hosts: tuple[Host, ...] = ()
-    hostfile: Path | None = None
     grace_seconds: float = 5.0
 
     @property
@@ -76,14 +76,17 @@ def mpirun_command(
 ) -> list[str]:
     """The command for all ranks on all machines, for Open MPI 4 and 5.
 
+    Where there are machines, the log directory has to hold `hostfile_text` of them.
+
     Open MPI counts a machine's cores as its slots unless a hostfile says more, so more ranks than
     that have to be allowed. Waiting ranks spin: where ranks share cores they shall yield.
     """
     command = [mpirun, "-n", str(launch.num_ranks)]
     if is_root:
         command.append("--allow-run-as-root")
-    if launch.hostfile is not None:
-        command += ["--hostfile", str(launch.hostfile.resolve()), "--map-by", "slot"]
+    if launch.hosts:
+        hostfile = LogDirectory(launch.log_dir).hostfile
+        command += ["--hostfile", str(hostfile), "--map-by", "slot"]
     else:
         command += ["--map-by", "slot:OVERSUBSCRIBE"]
     command += ["--bind-to", "none"]

@@ -4,6 +4,7 @@
     launcher.log        what mpirun or msrun wrote itself; locked as long as the launch runs
     launcher-00001.log  the same of machine 1, where each machine has a launch of its own
     msrun/              msrun only: its scheduler's log, and its own of each rank (empty)
+    hostfile            mpirun only: the machines it was given
     exits/00007.json    how rank 7 ended; written whole, or not there
 
 Ranks of several machines meet here, so the directory has to be one that all of them see. Two
@@ -70,6 +71,11 @@ class LogDirectory:
         return self.path / (
             "launcher.log" if self.node is None else f"launcher-{self.node:05d}.log"
         )
+
+    @property
+    def hostfile(self) -> Path:
+        """The machines that mpirun was given."""
+        return self.path / "hostfile"
 
     @property
     def first_rank(self) -> int:

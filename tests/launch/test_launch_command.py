@@ -29,7 +29,6 @@ def cluster(**changes: object) -> Launch:
         "log_dir": Path("/shared/logs"),
         "num_cores": 64,
         "hosts": EIGHT,
-        "hostfile": Path("/shared/hosts"),
     }
     return Launch(**{**fields, **changes})  # type: ignore[arg-type]
 
@@ -41,7 +40,7 @@ def mpirun_text(what: Launch, is_root: bool = False, **environment: str) -> str:
 def test_32_ranks_on_8_machines_are_started_by_one_mpirun() -> None:
     text = mpirun_text(cluster(), HEADRACE_TRACEBACK="1", LD_LIBRARY_PATH="/lib", HOME="/root")
     assert text == (
-        "/env/bin/mpirun -n 32 --hostfile /shared/hosts --map-by slot --bind-to none "
+        "/env/bin/mpirun -n 32 --hostfile /shared/logs/hostfile --map-by slot --bind-to none "
         "-x OMP_NUM_THREADS=16 -x OPENBLAS_NUM_THREADS=16 -x NUMBA_NUM_THREADS=16 "
         "-x HEADRACE_TRACEBACK -x LD_LIBRARY_PATH "
         f"{sys.executable} -m launch.launcher.rank_runner /shared/logs 0-31 5 "
@@ -51,7 +50,7 @@ def test_32_ranks_on_8_machines_are_started_by_one_mpirun() -> None:
 
 def test_more_ranks_than_cores_yield_while_they_wait() -> None:
     """Open MPI spins; two ranks on a core would take it from each other."""
-    crowded = cluster(num_cores=2, hosts=(), hostfile=None)
+    crowded = cluster(num_cores=2, hosts=())
     text = mpirun_text(crowded)
     assert "--map-by slot:OVERSUBSCRIBE --bind-to none --mca mpi_yield_when_idle 1" in text
     assert "-x OMP_NUM_THREADS=1 " in text
@@ -154,6 +153,20 @@ def test_a_dry_run_prints_and_makes_nothing(
     assert not list(tmp_path.iterdir())
     launch(LaunchOptions(2, launcher="mpirun", dry_run=True), ["train", "tiny-moe"])
     assert "logs of all ranks: launch-logs/" in capsys.readouterr().out
+
+
+def test_mpirun_gets_the_machines_in_use_with_all_their_slots(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It got the user's file, and refused the ones with a machine named twice."""
+    hosts = tmp_path / "hosts"
+    hosts.write_text("worker1 slots=1\nme@worker2 slots=4\nworker1 slots=1\nworker3 slots=4\n")
+    options = LaunchOptions(4, hosts, "mpirun", tmp_path / "logs", dry_run=True)
+    assert launch(options, TRAIN) == 0
+    out = capsys.readouterr().out
+    assert f"--hostfile {tmp_path}/logs/hostfile --map-by slot" in out
+    assert out.endswith("the hostfile there would be:\nworker1 slots=2\nme@worker2 slots=2\n")
+    assert not (tmp_path / "logs").exists()
 
 
 def test_a_log_directory_that_cannot_be_made_is_refused(tmp_path: Path) -> None:

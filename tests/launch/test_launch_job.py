@@ -18,7 +18,7 @@ from tests.launch.launched import Launched
 
 def test_rank_0_is_shown_and_every_rank_has_a_log(launched: Launched, tmp_path: Path) -> None:
     hosts = tmp_path / "hosts"
-    hosts.write_text("localhost slots=4  # this machine\n")
+    hosts.write_text("localhost slots=1  # this machine\n127.0.0.1 slots=3\n")
     launched.start(
         'say(os.environ["OMP_NUM_THREADS"]); print("from", rank, file=sys.stderr)',
         hostfile=hosts,
@@ -31,6 +31,7 @@ def test_rank_0_is_shown_and_every_rank_has_a_log(launched: Launched, tmp_path: 
         text = launched.logs.rank_log(rank).read_text()
         assert text == f"rank {rank}: {threads}\nfrom {rank}\n"
     assert [exit.status for exit in launched.logs.exits()] == [0] * 4
+    assert launched.logs.hostfile.read_text() == "localhost slots=4\n"
 
 
 @pytest.mark.parametrize(
