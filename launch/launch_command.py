@@ -11,7 +11,13 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from launch.hostfile import Host, hostfile_text, place, read_hostfile
+from launch.hostfile import (
+    Host,
+    hostfile_text,
+    place,
+    read_hostfile,
+    resolves_to_this_machine,
+)
 from launch.launcher.command import (
     Launch,
     mpirun_command,
@@ -141,16 +147,16 @@ def _msrun(
 ) -> Callable[[Launch], list[str]]:
     """Makes the msrun command of this machine.
 
-    Where there are several machines and --node-rank does not say which this one is, raises
-    ConfigError after printing what to start on each.
+    Where there are several machines, or one that is not this one, and --node-rank does not say
+    which this one is, raises ConfigError after printing what to start on each.
     """
     msrun = find_msrun()
-    if len(what.hosts) <= 1:
-        if options.node_rank not in (None, 0):
-            raise ConfigError(
-                f"--node-rank {options.node_rank}: -n {what.num_ranks} needs one machine; "
-                "allowed is 0."
-            )
+    one_machine = len(what.hosts) <= 1
+    if one_machine and options.node_rank not in (None, 0):
+        raise ConfigError(
+            f"--node-rank {options.node_rank}: -n {what.num_ranks} needs one machine; allowed is 0."
+        )
+    if one_machine and (options.node_rank == 0 or _is_all_here(what)):
         port = _free_port()
         return lambda what: msrun_command(what, msrun, 0, port, os.environ)
     if options.node_rank is not None:
@@ -169,11 +175,22 @@ def _msrun(
     for node_rank, host in enumerate(what.hosts):
         line = shlex.join([*own, "--node-rank", str(node_rank), *arguments])
         print(f"on {host.name}:\n  {line}")
+    if one_machine:
+        raise ConfigError(
+            f"msrun starts only the ranks of its own machine, and {options.hostfile} gives "
+            f"{what.hosts[0].name} to -n {what.num_ranks}, which is not this one: start the "
+            "command printed there (or use --launcher mpirun, which starts it from here)."
+        )
     raise ConfigError(
         f"msrun starts only the ranks of its own machine, and {options.hostfile} gives "
         f"{len(what.hosts)} machines to -n {what.num_ranks}: start the command printed for each "
         "machine there, within 10 minutes (or use --launcher mpirun, which starts them all)."
     )
+
+
+def _is_all_here(what: Launch) -> bool:
+    """Whether all ranks run here, also under a name that only the resolver knows for ours."""
+    return all(host.is_here or resolves_to_this_machine(host.name) for host in what.hosts)
 
 
 def _free_port() -> int:
@@ -185,7 +202,8 @@ def _free_port() -> int:
 def _counted(what: Launch) -> str:
     ranks = f"{what.num_ranks} rank{'s' if what.num_ranks > 1 else ''}"
     cores = f"{what.threads} thread{'s' if what.threads > 1 else ''} each"
-    if len(what.hosts) > 1:
-        return f"{ranks} on {len(what.hosts)} machines, {cores}"
+    if not what.stays_here:
+        machines = f"{len(what.hosts)} machines" if len(what.hosts) > 1 else what.hosts[0].name
+        return f"{ranks} on {machines}, {cores}"
     shared = f" ({what.num_cores} cores are shared)" if what.crowded else ""
     return f"{ranks}, {cores}{shared}"

@@ -49,6 +49,11 @@ class Launch:
         return max((host.slots for host in self.hosts), default=self.num_ranks)
 
     @property
+    def stays_here(self) -> bool:
+        """Whether all ranks run on this machine."""
+        return all(host.is_here for host in self.hosts)
+
+    @property
     def threads(self) -> int:
         """Threads, and cores, of each rank."""
         return max(1, self.num_cores // self.local_size)
@@ -94,7 +99,7 @@ def mpirun_command(
         command += ["--mca", "mpi_yield_when_idle", "1"]
     for name, value in launch.variables.items():
         command += ["-x", f"{name}={value}"]
-    if len(launch.hosts) > 1:
+    if not launch.stays_here:
         for name in sorted(environment):
             if name.startswith(_EXPORTED) or name in _EXPORTED_NAMES:
                 command += ["-x", name]

@@ -10,7 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from launch.hostfile import Host, hostfile_text, parse_hostfile, place, read_hostfile
+from launch.hostfile import (
+    Host,
+    hostfile_text,
+    parse_hostfile,
+    place,
+    read_hostfile,
+    resolves_to_this_machine,
+)
 from launch.launcher.command import Launch, mpirun_command
 from ops.errors import ConfigError
 from tests.mpirun import MPIRUN
@@ -67,6 +74,17 @@ def test_names_of_one_machine_are_one_machine() -> None:
     first, second = parse_hostfile(here + "me@::1 slots=8", "hosts")
     assert first == Host("localhost", 15, is_here=True) and second == Host("b", 1)
     assert hostfile_text((first, second)) == "localhost slots=15\nb slots=1\n"
+
+
+def test_the_resolver_is_asked_for_names_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    def answer(name: str, port: None) -> list[tuple[object, ...]]:
+        if name == "unknown":
+            raise socket.gaierror("no such name")
+        return [(0, 0, 0, "", ("127.0.0.1" if name == "alias" else "192.0.2.99", 0))]
+
+    monkeypatch.setattr(socket, "getaddrinfo", answer)
+    found = [resolves_to_this_machine(name) for name in ("alias", "other", "unknown")]
+    assert found == [True, False, False]
 
 
 def test_names_that_only_open_mpi_takes_for_one_machine_are_refused_for_it() -> None:

@@ -155,6 +155,41 @@ def test_a_dry_run_prints_and_makes_nothing(
     assert "logs of all ranks: launch-logs/" in capsys.readouterr().out
 
 
+def test_one_other_machine_gets_the_environment_that_several_get() -> None:
+    """What to export was asked of the number of machines, so ranks that all ran on one other had
+    none of the variables that docs/launch.md promises them."""
+    one = cluster(num_ranks=4, hosts=EIGHT[:1])
+    assert "-x HEADRACE_TRACEBACK -x PATH " in mpirun_text(one, HEADRACE_TRACEBACK="1", PATH="/bin")
+    here = cluster(num_ranks=4, hosts=(Host("localhost", 4, is_here=True),))
+    assert "-x HEADRACE_TRACEBACK" not in mpirun_text(here, HEADRACE_TRACEBACK="1")
+
+
+def test_msrun_does_not_start_here_what_belongs_on_one_other_machine(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It started the ranks on this machine, which then waited for a master on the other."""
+    asked: list[str] = []
+
+    def resolve(name: str) -> bool:
+        asked.append(name)
+        return name == "alias"
+
+    monkeypatch.setattr(launch_command, "resolves_to_this_machine", resolve)
+    hosts = hostfile(tmp_path)
+    with pytest.raises(ConfigError, match="gives worker1 to -n 4, which is not this one: start"):
+        launch(LaunchOptions(4, hosts, "msrun", dry_run=True), TRAIN)
+    printed = capsys.readouterr().out
+    assert printed.startswith("on worker1:\n") and "--node-rank 0 train" in printed
+    there = LaunchOptions(4, hosts, "msrun", node_rank=0, dry_run=True)
+    assert launch(there, TRAIN) == 0  # the command it printed, on worker1
+    hosts.write_text("alias slots=4\n")
+    assert launch(LaunchOptions(4, hosts, "msrun", dry_run=True), TRAIN) == 0
+    assert asked == ["worker1", "alias"]
+    hosts.write_text("localhost slots=4\n")
+    assert launch(LaunchOptions(4, hosts, "msrun", dry_run=True), TRAIN) == 0
+    assert asked == ["worker1", "alias"]
+
+
 def test_mpirun_gets_the_machines_in_use_with_all_their_slots(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
