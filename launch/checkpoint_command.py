@@ -132,14 +132,21 @@ def _ask(paths: list[str]) -> None:
     try:
         found = find_checkpoints(paths)
         steps = ", ".join(map(_step, found))
-        what = f"the checkpoints of step {steps}" if len(found) > 1 else f"that of step {steps}"
+        plural = "s" if len(found) > 1 else ""
+        what = f"the checkpoint{plural} of step {steps}"
     except StorageError as error:
         what = f"what is damaged there ({error})"
     except ConfigError as error:
         if "is no store" in str(error):
             raise
         what = "what is left of it"
-    if not typer.confirm(f"Delete {', '.join(paths)}: {what}?"):
+    try:
+        agreed = typer.confirm(f"Delete {what} in {', '.join(paths)}?")
+    except typer.Abort:
+        raise ConfigError(
+            "nothing was deleted: nobody answered; say --yes to be not asked."
+        ) from None
+    if not agreed:
         raise typer.Exit(ConfigError.exit_code)
 
 

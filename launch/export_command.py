@@ -51,10 +51,11 @@ def export(
     ] = "float32",
     packed_experts: Annotated[
         bool,
-        typer.Option("--packed-experts", help="Two tensors a layer: [experts, in, out]."),
+        typer.Option("--packed-experts", help="Two tensors a layer: experts x in x out."),
     ] = False,
     transposed: Annotated[
-        bool, typer.Option("--transposed", help="Packed experts as [experts, out, in].")
+        bool,
+        typer.Option("--transposed", help="Packed: experts x out x in, as transformers 5 loads."),
     ] = False,
     shard_size: Annotated[
         str, typer.Option("--shard-size", help="The most bytes of a file.")

@@ -37,7 +37,7 @@ from launch.world import AGREED
 from moe.data.bigram import bigram_nats_per_token
 from moe.data.load import RunData, load_data
 from moe.data.stream import BatchStream, Cursor, Sequences, evaluation_batches
-from moe.mesh import Mesh
+from moe.mesh import Mesh, ParallelConfig
 from moe.parallel import ParallelGroups, open_groups
 from moe.save_plan import Saves, never
 from offload.engine import OffloadEngine
@@ -214,13 +214,23 @@ def _account_of_each_rank(rank: _Rank, engine: OffloadEngine) -> list[dict[str, 
     return rank.groups.world.all_gather_object(mine)
 
 
+def advice(parallel: ParallelConfig) -> str:
+    """What makes ranks of such a mesh wait less for each other."""
+    ways = ["larger micro-batches"]
+    if parallel.pipeline_stage > 1:
+        ways.append("more of them a step (train.gradient_accumulation_steps)")
+    if parallel.model_parallel > 1:
+        ways.append("a smaller parallel.model_parallel")
+    return ", or ".join(ways)
+
+
 def _account_of_ranks(rank: _Rank, totals: RunTotals) -> dict[str, Any]:
     """How much this rank talked with others, and how long compute waited for it."""
     world = rank.groups.world
     if totals.comm_share > COMM_SHARE_HIGH:
         rank.observer.on_message(
             f"warning: compute waited {100 * totals.comm_share:.0f} % of the time in collectives: "
-            "larger micro-batches, or a smaller parallel.model_parallel, would help"
+            f"{advice(rank.config.parallel)} would help"
         )
     counts = world.stats.snapshot()
     return {

@@ -134,6 +134,13 @@ def test_delete_asks_first(path):
     assert "is no store" in str(error_of(invoke("delete", path)))
 
 
+def test_delete_is_refused_when_nobody_answers(path):
+    """With no terminal it ended with 1, which means nothing, and did not say what would help."""
+    error = error_of(invoke("delete", path, input=""))
+    assert isinstance(error, ConfigError) and "--yes" in str(error)
+    assert invoke("verify", path).exit_code == 0
+
+
 def test_delete_refuses_what_is_in_use(path):
     with NvmeStore(str(path), 32 * MIB, workers=1, resume=True):
         error = error_of(invoke("delete", path, "--yes"))

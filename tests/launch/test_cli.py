@@ -12,15 +12,20 @@ import subprocess
 import sys
 import threading
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
+import typer
+from rich.markup import render
 
-from launch import cli, environment
+from launch import checkpoint_command, cli, data_command, environment, store_command
 from launch.config import load_config
 from launch.progress import Observer
+from launch.run import advice
+from moe.mesh import ParallelConfig
 from ops.comm.base import World
 from ops.errors import (
     ConfigError,
@@ -277,6 +282,41 @@ def test_version_and_help(call: Call, capsys: pytest.CaptureFixture[str]) -> Non
     assert call("--help") == 0
     shown = capsys.readouterr().out
     assert all(command in shown for command in ("train", "plan", "config", "data"))
+
+
+def test_no_help_loses_a_word_to_markup() -> None:
+    """`[experts, in, out]` was taken for a style, and left out."""
+
+    def texts(command: click.Command) -> Iterator[str]:
+        yield command.help or ""
+        for option in command.params:
+            yield getattr(option, "help", None) or ""
+        for other in getattr(command, "commands", {}).values():
+            yield from texts(other)
+
+    apps = (cli.app, checkpoint_command.app, data_command.app, store_command.app)
+    found = [text for app in apps for text in texts(typer.main.get_command(app))]
+    assert any("experts x out x in" in text for text in found)
+    for text in found:
+        assert render(text).plain == text
+
+
+@pytest.mark.parametrize(
+    ("mesh", "said"),
+    [
+        ({"data_parallel": 2}, "larger micro-batches"),
+        ({"model_parallel": 2}, "larger micro-batches, or a smaller parallel.model_parallel"),
+        (
+            {"pipeline_stage": 2},
+            "larger micro-batches, or more of them a step (train.gradient_accumulation_steps)",
+        ),
+    ],
+)
+def test_waiting_ranks_are_given_advice_that_fits_their_mesh(
+    mesh: dict[str, int], said: str
+) -> None:
+    """A smaller model_parallel was recommended where it was 1."""
+    assert advice(ParallelConfig(**mesh)) == said
 
 
 def test_data_commands_are_reached(
