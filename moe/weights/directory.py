@@ -8,11 +8,16 @@
 4. The marker is renamed to `model.safetensors.index.json`; the directory is synced.
 
 A crash before 4 leaves the marker: no reader takes the rest for weights, and the next export into
-the directory removes what this one has left. The marker is locked while its owner lives.
+the directory removes what this one has left.
+
+The marker is locked while its owner lives. What is there counts as left over only once the lock is
+held on the file that has the marker's name now, and only as it is listed after that: another export
+may have published between any two steps before. An index under its final name is never removed.
 """
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -24,13 +29,17 @@ from typing import Any
 from moe.weights.reading import MARKER_SUFFIX
 from offload.nvme.directory import sync_directory
 from offload.nvme.files import describe_os_error
-from ops.errors import ConfigError, StorageError
+from ops.errors import ConfigError, HeadraceError, StorageError
 from ops.units import format_bytes
 
 STEM = "model"
 FACTS_FILE = "headrace.json"
 CONFIG_FILE = "config.json"
 _MARKER = STEM + MARKER_SUFFIX
+_INDEX = _MARKER.removesuffix(".unfinished")
+_PROBE = ".probe-"
+"""What the file begins with that `choose_access` makes and removes."""
+
 _OURS = re.compile(
     r"(model|exp_avg|exp_avg_sq)(-\d{5,}-of-\d{5,}\.safetensors(\.partial)?"
     r"|\.safetensors\.index\.json)|headrace\.json|config\.json"
@@ -49,33 +58,60 @@ class ExportDirectory:
         self._marker = os.path.join(path, _MARKER)
         try:
             os.makedirs(path, exist_ok=True)
-            names = os.listdir(path)
-            if names and _MARKER not in names:
-                raise ConfigError(
-                    f"--out {path} is not empty: choose an empty directory, or one that is not "
-                    "there yet"
-                )
-            self._fd = os.open(self._marker, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+            self._fd = self._claim()
         except OSError as error:
-            raise ConfigError(f"--out {path}: {describe_os_error(error)}") from error
+            raise _refusal(path, error) from error
         try:
-            self._claim(names)
+            self._clear()
         except BaseException:
             os.close(self._fd)
             raise
 
-    def _claim(self, names: list[str]) -> None:
+    def _claim(self) -> int:
+        """The marker's file, locked; raises ConfigError and OSError."""
+        while True:
+            names = os.listdir(self.path)
+            if names and _MARKER not in names:
+                raise self._occupied()
+            flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+            fd = os.open(self._marker, flags, 0o666)
+            try:
+                try:
+                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except OSError as error:
+                    if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+                        raise
+                    raise ConfigError(
+                        f"--out {self.path}: another export is writing there"
+                    ) from None
+                if _is_named(fd, self._marker):
+                    claimed, fd = fd, -1
+                    return claimed
+            finally:
+                if fd >= 0:
+                    os.close(fd)
+            # Whoever owned it has published it, or given it up, since it was opened.
+
+    def _clear(self) -> None:
+        """Remove what an unfinished export has left; refuse a finished one, and anything else."""
         try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise ConfigError(f"--out {self.path}: another export is writing there") from None
-        try:
-            for name in names:
-                if _OURS.fullmatch(name):
-                    os.unlink(os.path.join(self.path, name))
+            names = set(os.listdir(self.path)) - {_MARKER}
+            ours = {name for name in names if _OURS.fullmatch(name) or name.startswith(_PROBE)}
+            if _INDEX in names or names - ours:
+                if _INDEX in names or not ours:  # the marker marks nothing: it is of this moment
+                    os.unlink(self._marker)
+                raise self._occupied()
+            for name in ours:
+                os.unlink(os.path.join(self.path, name))
             self._sync()
         except OSError as error:
             raise StorageError(describe_os_error(error), path=error.filename) from error
+
+    def _occupied(self) -> ConfigError:
+        return ConfigError(
+            f"--out {self.path} is not empty: choose an empty directory, or one that is not there "
+            "yet"
+        )
 
     def _sync(self) -> None:
         os.fsync(self._fd)
@@ -123,10 +159,28 @@ class ExportDirectory:
             while written < len(data):
                 written += os.pwrite(self._fd, data[written:], written)
             os.fsync(self._fd)
-            os.rename(self._marker, self._marker.removesuffix(".unfinished"))
+            if not _is_named(self._fd, self._marker):
+                raise StorageError("the mark of this export was taken away", path=self._marker)
+            os.rename(self._marker, os.path.join(self.path, _INDEX))
             sync_directory(self.path)
         except OSError as error:
             raise StorageError(describe_os_error(error), path=self._marker) from error
+
+
+def _is_named(fd: int, path: str) -> bool:
+    """Whether `path` is still the name of the open file."""
+    try:
+        return os.path.samestat(os.fstat(fd), os.lstat(path))
+    except FileNotFoundError:
+        return False
+
+
+def _refusal(path: str, error: OSError) -> HeadraceError:
+    """What to raise when `--out` cannot be used: refused, but a full or failing disk is a fault."""
+    text = f"--out {path}: {describe_os_error(error)}"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
+        return StorageError(text, path=error.filename)
+    return ConfigError(text)
 
 
 def json_bytes(data: Mapping[str, Any]) -> bytes:
