@@ -114,6 +114,7 @@ def _refuse_foreign_files(directory: str, used_before: bool) -> None:
     for name in os.listdir(directory):
         path = os.path.join(directory, name)
         is_ours = name in (DATA_FILE_NAME, MEMBER_FILE_NAME) or slot_index(name) is not None
+        is_ours = is_ours or is_temporary(name)
         if is_ours and not (used_before and stat.S_ISREG(os.lstat(path).st_mode)):
             raise ConfigError(
                 f"offload.nvme.path: {path} exists and was not made by Headrace, so it is not "

@@ -75,10 +75,10 @@ class OsFile:
     """A `StorageFile` of the operating system; its transfers release the interpreter lock."""
 
     def __init__(self, path: str, direct: bool) -> None:
-        """Open or create `path`; with `direct`, past the page cache. Raises OSError."""
+        """Open or create `path`; with `direct`, past the page cache. Raises as `open_plain`."""
         self._path = path
         flags = os.O_RDWR | os.O_CREAT | (os.O_DIRECT if direct else 0)
-        self._fd = os.open(path, flags, 0o600)
+        self._fd = open_plain(path, flags)
 
     @property
     def path(self) -> str:
@@ -106,6 +106,35 @@ class OsFile:
 
     def close(self) -> None:
         os.close(self._fd)
+
+
+def open_plain(path: str, flags: int, mode: int = 0o600) -> int:
+    """`os.open` of a file of a store: never through a link, and nothing but a plain file.
+
+    Does not wait for the other end of a pipe. Raises OSError, which says so where something else
+    has the name.
+    """
+    try:
+        fd = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, mode)
+    except OSError as error:
+        problem = _why_not_plain(path)
+        if problem is not None:
+            raise OSError(errno.EINVAL, problem, path) from error
+        raise
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise OSError(errno.EINVAL, "it is no plain file", path)
+    return fd
+
+
+def _why_not_plain(path: str) -> str | None:
+    try:
+        mode = os.lstat(path).st_mode
+    except OSError:
+        return None
+    if stat.S_ISLNK(mode):
+        return "it is a link, which is not followed"
+    return None if stat.S_ISREG(mode) else "it is no plain file"
 
 
 def open_os_file(path: str, direct: bool) -> StorageFile:
@@ -304,20 +333,21 @@ class OsDirectoryFiles:
     """The `DirectoryFiles` of the operating system."""
 
     def write_file(self, path: str, data: bytes) -> None:
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
+        fd = open_plain(path, os.O_WRONLY | os.O_CREAT)
         with os.fdopen(fd, "wb", buffering=0) as file:
+            file.truncate(0)
             rest = memoryview(data)
             while rest:
                 rest = rest[file.write(rest) :]
 
     def sync_file(self, path: str) -> None:
-        self._sync(path, os.O_NOFOLLOW)
+        self._sync(open_plain(path, os.O_RDONLY))
 
     def rename(self, old: str, new: str) -> None:
         os.replace(old, new)
 
     def sync_directory(self, directory: str) -> None:
-        self._sync(directory, os.O_DIRECTORY)
+        self._sync(os.open(directory, os.O_RDONLY | os.O_DIRECTORY))
 
     def unlink(self, path: str) -> None:
         os.unlink(path)
@@ -332,15 +362,11 @@ class OsDirectoryFiles:
         return found
 
     def read_file(self, path: str, nbytes_max: int) -> bytes:
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-        with os.fdopen(fd, "rb") as file:
-            status = os.fstat(fd)
-            if not stat.S_ISREG(status.st_mode):  # a pipe would keep us waiting
-                raise OSError(errno.EINVAL, "not a plain file", path)
-            return file.read(min(status.st_size, nbytes_max))  # allocates as much as it is told
+        with os.fdopen(open_plain(path, os.O_RDONLY), "rb") as file:
+            nbytes = os.fstat(file.fileno()).st_size
+            return file.read(min(nbytes, nbytes_max))  # allocates as much as it is told
 
-    def _sync(self, path: str, flag: int) -> None:
-        fd = os.open(path, os.O_RDONLY | flag)
+    def _sync(self, fd: int) -> None:
         try:
             os.fsync(fd)
         finally:

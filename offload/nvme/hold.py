@@ -27,7 +27,7 @@ import re
 import secrets
 from collections.abc import Callable, Iterable
 
-from offload.nvme.files import DirectoryFiles, describe_os_error
+from offload.nvme.files import DirectoryFiles, describe_os_error, open_plain
 
 log = logging.getLogger(__name__)
 
@@ -136,7 +136,7 @@ def remove_holds(
 def _is_locked(path: str, files: DirectoryFiles) -> bool:
     """Whether a living reader has the file; if not, removes it under its lock."""
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        fd = open_plain(path, os.O_RDONLY)
     except OSError:
         return os.path.lexists(path)  # another user's: held as long as there is room
     try:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import errno
 import os
 import re
-import stat
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +17,13 @@ from typing import Any
 
 from offload.nvme.aligned import AccessMode, aligned_buffer
 from offload.nvme.directory import DATA_FILE_NAME
-from offload.nvme.files import OsDirectoryFiles, OsFile, StorageFile, describe_os_error
+from offload.nvme.files import (
+    OsDirectoryFiles,
+    OsFile,
+    StorageFile,
+    describe_os_error,
+    open_plain,
+)
 from offload.nvme.lock import LOCK_FILE_NAME, Owner, Watch
 from offload.nvme.manifest import Manifest
 from offload.nvme.members import MEMBER_FILE_NAME, read_member
@@ -64,7 +69,7 @@ def find_stores(paths: Sequence[str]) -> list[list[str]]:
 
 def _is_store(directory: str) -> bool:
     names = (LOCK_FILE_NAME, MEMBER_FILE_NAME)
-    return any(os.path.isfile(os.path.join(directory, name)) for name in names)
+    return any(os.path.lexists(os.path.join(directory, name)) for name in names)
 
 
 class InspectedStore:
@@ -251,11 +256,7 @@ class _ReadOnlyFile(OsFile):
 
     def __init__(self, path: str, direct: bool) -> None:
         self._path = path
-        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK  # a pipe must not keep us waiting
-        self._fd = os.open(path, flags | (os.O_DIRECT if direct else 0))
-        if not stat.S_ISREG(os.fstat(self._fd).st_mode):
-            os.close(self._fd)
-            raise OSError(errno.EINVAL, "not a plain file", path)
+        self._fd = open_plain(path, os.O_RDONLY | (os.O_DIRECT if direct else 0))
 
 
 def _open_read_only(path: str, direct: bool) -> _ReadOnlyFile:

@@ -19,10 +19,15 @@ import os
 import socket
 from dataclasses import asdict, dataclass
 
+from offload.nvme.files import open_plain
 from ops.errors import ConfigError
 
 LOCK_FILE_NAME = "owner.lock"
 _LOCK_BYTES_MAX = 4096
+_TEXT_MAX = 256  # characters of a host's name, of a boot id
+_NUMBER_MAX = (1 << 63) - 1
+_TEXTS = ("host", "boot_id")
+_NUMBERS = ("pid", "process_start_ticks")
 
 
 @dataclass(frozen=True)
@@ -58,13 +63,14 @@ class OwnerLock:
         """Take the lock of `directory`, or raise ConfigError that says who holds it.
 
         `previous` of the result is the dead owner whose lock was taken over, if any; `existed` says
-        whether a store had used the directory before. Raises OSError
+        whether a store had used the directory before. Raises ConfigError, too, where a link or
+        something else has the name of the lock file: nothing is written through it. Raises OSError
         when the lock file cannot be made. Does not wait for the holder.
         """
         path = os.path.join(directory, LOCK_FILE_NAME)
         while True:
-            existed = os.path.exists(path)
-            fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+            existed = os.path.lexists(path)
+            fd = _open(path)
             try:
                 locked_here = _try_flock(fd, path)
                 if locked_here and not _same_file(fd, path):
@@ -105,9 +111,10 @@ class Watch:
         self.is_owned = False
         self._fd = -1
         path = os.path.join(directory, LOCK_FILE_NAME)
-        if not os.path.exists(path):
+        try:
+            self._fd = open_plain(path, os.O_RDONLY)
+        except FileNotFoundError:
             return
-        self._fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
         locked_here = True
         try:
             fcntl.flock(self._fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -125,6 +132,18 @@ class Watch:
         self._fd = -1
 
 
+def _open(path: str) -> int:
+    try:
+        return open_plain(path, os.O_RDWR | os.O_CREAT)
+    except OSError as error:
+        if error.errno == errno.EINVAL:
+            raise ConfigError(
+                f"offload.nvme.path: {path} cannot be used: {error.strerror}; remove it or choose "
+                "another path"
+            ) from None
+        raise
+
+
 def _try_flock(fd: int, path: str) -> bool:
     """True when the lock is ours, False where flock does not exist; ConfigError when it is held."""
     try:
@@ -140,7 +159,7 @@ def _try_flock(fd: int, path: str) -> bool:
 
 def _same_file(fd: int, path: str) -> bool:
     try:
-        return os.path.samestat(os.fstat(fd), os.stat(path))
+        return os.path.samestat(os.fstat(fd), os.lstat(path))
     except FileNotFoundError:
         return False
 
@@ -162,17 +181,19 @@ def _is_dead(owner: Owner, locked_here: bool) -> bool:
 
 
 def _read_owner(fd: int) -> Owner | None:
-    """The owner the file names; None when it was left cleanly or holds no owner (torn write)."""
+    """The owner the file names; None when it was left cleanly or holds no owner (torn write).
+
+    Reads 4096 bytes and believes none of them: names are short and printable, numbers are numbers.
+    """
     try:
         fields = json.loads(os.pread(fd, _LOCK_BYTES_MAX, 0))
-        return Owner(
-            host=str(fields["host"]),
-            boot_id=str(fields["boot_id"]),
-            pid=int(fields["pid"]),
-            process_start_ticks=int(fields["process_start_ticks"]),
-        )
-    except (ValueError, TypeError, KeyError):
+        texts, numbers = [fields[x] for x in _TEXTS], [fields[x] for x in _NUMBERS]
+    except (ValueError, TypeError, KeyError, RecursionError):
         return None
+    sound = all(type(x) is str and len(x) <= _TEXT_MAX and x.isprintable() for x in texts)
+    if not sound or not all(type(x) is int and 0 <= x <= _NUMBER_MAX for x in numbers):
+        return None
+    return Owner(*texts, *numbers)
 
 
 def _write_owner(fd: int, owner: Owner) -> None:

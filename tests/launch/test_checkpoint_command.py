@@ -169,3 +169,18 @@ def test_the_command_line_forwards_to_it(path):
     result = CliRunner().invoke(whole, ["checkpoint", "verify", str(path)])
     assert result.exit_code == 0, result.output
     assert "copy" in CliRunner().invoke(whole, ["checkpoint", "--help"]).output
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe"])
+@pytest.mark.parametrize("command", ["verify", "copy", "delete"])
+def test_a_lock_file_that_is_a_link_or_a_pipe_ends_a_command(path, tmp_path, command, kind):
+    """`delete` wrote through the link and said that all was well; `verify` waited for the pipe."""
+    lock, victim = path / "rank-00000/owner.lock", tmp_path / "victim"
+    victim.write_text("precious")
+    lock.unlink()
+    lock.symlink_to(victim) if kind == "link" else os.mkfifo(lock)
+    more = {"copy": ("--out", tmp_path / "out"), "delete": ("--yes",)}.get(command, ())
+    error = error_of(invoke(command, path, *more))
+    assert error.exit_code == (2 if command == "delete" else 3)
+    assert str(lock) in str(error) and "it is " in str(error)
+    assert victim.read_text() == "precious" and (path / "rank-00000/data.bin").exists()

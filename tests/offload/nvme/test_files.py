@@ -198,11 +198,33 @@ def test_a_file_system_without_fallocate_is_left_alone(faulty):
     assert file.num_calls["allocate"] == 1
 
 
-def test_a_pipe_in_the_place_of_a_small_file_is_refused_at_once(tmp_path):
-    # C68
-    os.mkfifo(tmp_path / "member.json")
-    with pytest.raises(OSError, match="not a plain file"):
-        OsDirectoryFiles().read_file(str(tmp_path / "member.json"), 10)
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda path: OsDirectoryFiles().read_file(path, 10),
+        lambda path: OsDirectoryFiles().write_file(path, b"new"),
+        lambda path: OsDirectoryFiles().sync_file(path),
+        lambda path: open_os_file(path, False),
+        lambda path: open_os_file(path, True),
+    ],
+    ids=["read", "write", "sync", "data", "data past the page cache"],
+)
+def test_what_is_no_plain_file_is_refused_at_once(tmp_path, call):
+    """A pipe keeps whoever opens it waiting for its other end, and a link leads anywhere (C68)."""
+    path, victim = tmp_path / "member.json", tmp_path / "elsewhere"
+    victim.write_text("precious")
+    os.mkfifo(path)
+    with pytest.raises(OSError, match="it is no plain file"):
+        call(str(path))
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(OSError, match="it is no plain file"):
+        call(str(path))
+    path.rmdir()
+    path.symlink_to(victim)
+    with pytest.raises(OSError, match="it is a link, which is not followed"):
+        call(str(path))
+    assert victim.read_text() == "precious"
 
 
 def test_a_file_that_vanishes_while_its_directory_is_listed_is_not_listed(tmp_path, monkeypatch):

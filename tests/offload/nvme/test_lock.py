@@ -12,7 +12,8 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from offload.nvme.lock import LOCK_FILE_NAME, OwnerLock, this_process
+from offload.nvme.directory import lock_directory
+from offload.nvme.lock import LOCK_FILE_NAME, OwnerLock, Watch, this_process
 from offload.nvme.store import NvmeStore
 from ops.errors import ConfigError
 
@@ -143,3 +144,86 @@ def test_somebody_elses_files_are_never_touched(tmp_path, kind, name):
             NvmeStore(str(tmp_path), 1 << 20)
     assert victim.read_text() == "precious"
     assert not (directory / "owner.lock").exists(), "a refusal leaves nothing behind"
+
+
+def _put_in_place(kind, path, target):
+    """Something that is no plain file under a name that a store uses."""
+    if kind == "link":
+        path.symlink_to(target)
+    elif kind == "dangling link":
+        path.symlink_to(path.parent / "nowhere")
+    elif kind == "pipe":
+        os.mkfifo(path)
+    else:
+        path.mkdir()
+
+
+KINDS = ["link", "dangling link", "pipe", "directory"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_lock_file_that_is_no_plain_file_is_refused(tmp_path, kind):
+    """`owner.lock` was a link to a file outside of the store: `delete` and training wrote their
+    owner into that file, and emptied it when they left."""
+    victim = tmp_path / "elsewhere.txt"
+    victim.write_text("precious")
+    directory = tmp_path / "rank-00000"
+    directory.mkdir()
+    _put_in_place(kind, directory / LOCK_FILE_NAME, victim)
+    for take in (OwnerLock.acquire, lock_directory):
+        with pytest.raises(ConfigError, match=r"owner\.lock cannot be used: it is .*; remove it"):
+            take(str(directory))
+    with pytest.raises(OSError, match="it is "):
+        Watch(str(directory))
+    assert victim.read_text() == "precious"
+    assert not (directory / "nowhere").exists()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "[" * 4000,
+        '{"host": "x", "boot_id": "y", "pid": Infinity, "process_start_ticks": 1}',
+        '{"host": "x", "boot_id": "y", "pid": 1, "process_start_ticks": NaN}',
+        '{"host": "x", "boot_id": "y", "pid": 1e400, "process_start_ticks": 1}',
+        '{"host": "x", "boot_id": "y", "pid": true, "process_start_ticks": 1}',
+        '{"host": "\\u001b[2J", "boot_id": "y", "pid": 1, "process_start_ticks": 1}',
+        '{"host": ["x"], "boot_id": "y", "pid": 1, "process_start_ticks": 1}',
+        "\x00" * 4096,
+        '{"host": "' + "x" * 100_000,
+    ],
+    ids=lambda content: content[:30].encode().hex(),
+)
+def test_an_owner_that_cannot_be_read_is_somebody(tmp_path, content):
+    """Some of these ended whoever looked at the store with a traceback (RecursionError,
+    OverflowError)."""
+    path = tmp_path / LOCK_FILE_NAME
+    path.write_text(content)
+    watch = Watch(str(tmp_path))
+    assert not watch.is_owned, "nobody has locked it"
+    watch.close()
+    with open(path, "rb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        watch = Watch(str(tmp_path))
+        assert watch.is_owned and watch.owner is None
+        watch.close()
+        with pytest.raises(ConfigError, match="is in use by another process"):
+            OwnerLock.acquire(str(tmp_path))
+    OwnerLock.acquire(str(tmp_path)).release()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["data.bin", "member.json", "manifest.0", "manifest.1.tmp"])
+def test_a_store_waits_for_no_pipe_and_follows_no_link(tmp_path, name, kind):
+    """A pipe under the name of a temporary file would have kept the first commit waiting."""
+    NvmeStore(str(tmp_path), 1 << 20).close()
+    path = tmp_path / "rank-00000" / name
+    if path.exists():
+        path.unlink()
+    victim = tmp_path / "elsewhere.txt"
+    victim.write_text("precious")
+    _put_in_place(kind, path, victim)
+    for resume in (False, True):
+        with pytest.raises(ConfigError, match=rf"{name} exists and was not made by Headrace"):
+            NvmeStore(str(tmp_path), 1 << 20, resume=resume)
+    assert victim.read_text() == "precious"
