@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import shlex
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, Any, Optional
@@ -121,7 +122,7 @@ def import_checkpoint(
     say(
         Console(),
         f"imported {directory} as a checkpoint of step {meta['step']} to {out}: {nbytes}; resume "
-        f"with --set offload.nvme.path={out} --resume latest",
+        f"with --set {shlex.quote(f'offload.nvme.path={out}')} --resume latest",
     )
 
 

@@ -15,6 +15,7 @@ from rich.table import Table
 
 from launch.config import RunConfig
 from launch.plan import plan_to_dict, render_terms
+from launch.terminal import say
 from moe.mesh import Mesh, placement_warnings
 from offload.placement import MemoryPlan
 from ops.errors import PlanError
@@ -173,13 +174,13 @@ def render_mesh_plan(
 ) -> None:
     """Print the mesh, a line for each set of ranks, the terms of the fullest, and the verdict."""
     for line in (_mesh_line(config), _batch_line(config)):
-        console.print(f"{config.name}: {line}", highlight=False, markup=False)
+        say(console, f"{config.name}: {line}")
     console.print(_ranks_table(config, plans))
     fullest = max(plans, key=_fullness)
-    console.print(f"{fullest.title}, with least to spare:", highlight=False, markup=False)
+    say(console, f"{fullest.title}, with least to spare:")
     render_terms(fullest.plan, console)
     for sentence in mesh_warnings(config, slots):
-        console.print(sentence, style="yellow", highlight=False, markup=False)
+        console.print(sentence, style="yellow", highlight=False, markup=False, emoji=False)
     fits = all(item.plan.fits for item in plans)
     verdict = "The plan of every rank fits." if fits else "The plan does not fit."
     console.print(verdict, style="bold", highlight=False)

@@ -10,6 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from launch.terminal import cells
 from offload.placement import MemoryPlan, Term
 from ops.units import format_bytes
 
@@ -50,6 +51,7 @@ def render_plan(name: str, plan: MemoryPlan, console: Console) -> None:
         f"{name}: {plan.parameters:,} parameters, {format_bytes(plan.state_bytes)} of state",
         highlight=False,
         markup=False,
+        emoji=False,
     )
     render_terms(plan, console)
     verdict = "The plan fits." if plan.fits else "The plan does not fit."
@@ -70,7 +72,7 @@ def _components_table(plan: MemoryPlan) -> Table:
         table.add_column(tier, justify="right")
     for component, per_tier in plan.components.items():
         row = [_cell(per_tier.get(tier, 0)) for tier in plan.tiers]
-        table.add_row(component, *row)
+        table.add_row(*cells(component, *row))
     table.add_section()
     tiers = plan.tiers.values()
     table.add_row("used", *(format_bytes(item.used_bytes) for item in tiers))
@@ -88,10 +90,10 @@ def _terms_table(plan: MemoryPlan, tier: str) -> Table:
     table.add_column("bytes", justify="right")
     table.add_column("why", overflow="fold")
     for term in item.terms:
-        table.add_row(term.name, format_bytes(term.nbytes), term.why)
+        table.add_row(*cells(term.name, format_bytes(term.nbytes), term.why))
     table.add_section()
     for term in () if same else item.minimum_terms:
-        table.add_row(f"minimum: {term.name}", format_bytes(term.nbytes), term.why)
+        table.add_row(*cells(f"minimum: {term.name}", format_bytes(term.nbytes), term.why))
     return table
 
 

@@ -19,6 +19,7 @@ from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 
+from launch.terminal import cells, say
 from ops.units import format_bytes
 
 LANE_LABELS = {
@@ -100,7 +101,7 @@ class ConsoleObserver:
 
     On a terminal one display is redrawn in place; elsewhere a plain line is printed at most once
     per `interval_s`, and always for the first and the last step. `resume_command` is what continues
-    the run, for the summary. `clock` gives seconds.
+    the run, said after the summary, in one line. `clock` gives seconds.
     """
 
     def __init__(
@@ -171,7 +172,9 @@ class ConsoleObserver:
     def on_end(self, report: Mapping[str, Any]) -> None:
         """End the display and print the summary."""
         self.close()
-        self._console.print(summary_table(report, self._report_path, self._resume_command))
+        self._console.print(summary_table(report, self._report_path))
+        if self._resume_command and report["commits"]["last_step"] is not None:
+            self._say(f"to go on: {self._resume_command}")  # in one line, as a shell takes it
 
     def close(self) -> None:
         """End the display; the terminal is as before."""
@@ -180,7 +183,7 @@ class ConsoleObserver:
             self._live = None
 
     def _say(self, text: str) -> None:
-        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+        say(self._console, text)
 
     def _rates(self) -> tuple[float, float, float]:
         """Tokens per second, stall share and seconds per step over the last steps."""
@@ -194,43 +197,43 @@ class ConsoleObserver:
     def _cells(self, record: Mapping[str, Any]) -> dict[str, str]:
         tokens_per_s, stall_share, step_s = self._rates()
         left = max(0, self._steps - self._first_step - self._done)
-        cells = {
+        found = {
             "step": f"{self._first_step + self._done}/{self._steps}",
             "loss": f"{record['loss']:.4f}",
             "tokens/s": f"{tokens_per_s:,.0f}",
             "stall": f"{100 * stall_share:.1f} %",
         }
         for lane, label in LANE_LABELS.items():
-            cells[label] = format_bytes(record["lanes"][lane])
-        cells["ETA"] = format_duration(left * step_s)
-        return cells
+            found[label] = format_bytes(record["lanes"][lane])
+        found["ETA"] = format_duration(left * step_s)
+        return found
 
     def _line(self, record: Mapping[str, Any]) -> str:
         return "  ".join(f"{label} {text}" for label, text in self._cells(record).items())
 
     def _display(self, record: Mapping[str, Any]) -> Table:
-        cells = self._cells(record)
+        shown = self._cells(record)
         table = Table.grid(padding=(0, 2))
         table.add_column(style="dim")
         table.add_column(no_wrap=True)
         total = max(1, self._steps - self._first_step)
-        table.add_row(self._name, ProgressBar(total=total, completed=self._done, width=40))
+        table.add_row(*cells(self._name), ProgressBar(total=total, completed=self._done, width=40))
         for label in ("step", "loss", "tokens/s", "stall"):
-            table.add_row(label, cells[label])
-        lanes = "   ".join(f"{label} {cells[label]}" for label in LANE_LABELS.values())
+            table.add_row(label, shown[label])
+        lanes = "   ".join(f"{label} {shown[label]}" for label in LANE_LABELS.values())
         table.add_row("per step", lanes)
         if self._eval is not None:
             table.add_row("held-out", f"{self._eval['loss']:.4f} at step {self._eval['step']}")
-        table.add_row("ETA", cells["ETA"])
+        table.add_row("ETA", shown["ETA"])
         return table
 
 
-def summary_table(report: Mapping[str, Any], report_path: Path, resume_command: str = "") -> Table:
-    """The end of a run in a few rows: quality, speed, memory, how to go on, where the report is."""
+def summary_table(report: Mapping[str, Any], report_path: Path) -> Table:
+    """The end of a run in a few rows: quality, speed, memory, where the report is."""
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
-    table.add_row("steps", f"{report['steps']} ({report['exit_reason']})")
+    table.add_row(*cells("steps", f"{report['steps']} ({report['exit_reason']})"))
     if report["eval"]:
         last = report["eval"][-1]
         quality = f"{last['loss']:.4f} nats per token, perplexity {last['perplexity']:.2f}"
@@ -252,8 +255,7 @@ def summary_table(report: Mapping[str, Any], report_path: Path, resume_command: 
         table.add_row("last commit", "none: this run cannot be resumed")
     else:
         table.add_row("last commit", f"step {last_step}")
-        table.add_row("to go on", resume_command)
-    table.add_row("report", str(report_path))
+    table.add_row(*cells("report", str(report_path)))
     return table
 
 

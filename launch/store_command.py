@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from launch.terminal import byte_bar, say
+from launch.terminal import byte_bar, cells, say
 from offload.nvme.inspect import InspectedStore, find_stores
 from offload.nvme.recovery import FoundCommit
 from offload.nvme.verify import Damage
@@ -116,10 +116,10 @@ def _block_table(commit: FoundCommit) -> Table:
     table = Table("block", "bytes", "version", "extents", title=f"commit {commit.generation}")
     for name, stored in sorted(commit.blocks.items()):
         row = (f"{stored.nbytes:,}", str(stored.version), str(len(stored.extents)))
-        table.add_row(name.replace("[", r"\["), *row)
+        table.add_row(*cells(name, *row))
     return table
 
 
 def _step(meta: Any) -> str:
     step = meta.get("step")
-    return "" if step is None else str(step)
+    return "" if step is None else str(step) if type(step) is int else "?"

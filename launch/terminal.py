@@ -14,14 +14,20 @@ from rich.progress import (
     TimeRemainingColumn,
     TransferSpeedColumn,
 )
+from rich.text import Text
 
 Advance = Callable[[int], None]
 """Called with the bytes that were done since the last call."""
 
 
 def say(console: Console, text: str) -> None:
-    """One line as it is: no wrapping, and names in brackets are not markup."""
-    console.print(text, soft_wrap=True, markup=False, highlight=False)
+    """One line as it is: no wrapping; names in brackets or colons are neither markup nor emoji."""
+    console.print(text, soft_wrap=True, markup=False, highlight=False, emoji=False)
+
+
+def cells(*texts: str) -> list[Text]:
+    """The cells of a table's row as they are: names in brackets are not markup."""
+    return [Text(text) for text in texts]
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import shlex
 from pathlib import Path
 
 import pytest
@@ -100,6 +101,25 @@ def test_the_summary_says_how_to_go_on_or_that_nothing_can() -> None:
         observer.on_end(run_report(commits=commits))
         assert wanted in text.getvalue() and "saves" not in text.getvalue()
         assert ("headrace train x" in text.getvalue()) is (last_step is not None)
+
+
+def test_names_of_the_user_are_no_markup_and_the_command_is_one_line() -> None:
+    """A run on two paths (`offload.nvme.path=[/x/A,/x/B]`) trained, committed and ended with a
+    MarkupError; and a long command was folded within a word, where no shell reads on."""
+    command = shlex.join(
+        ["headrace", "train", "small.yaml", "--set", f"offload.nvme.path=[/x/A,/x/{'B' * 150}]"]
+    )
+    for is_terminal in (False, True):
+        text = io.StringIO()
+        console = Console(file=text, width=60, force_terminal=is_terminal, color_system=None)
+        observer = ConsoleObserver(console, Path("[/x]/r.json"), resume_command=command)
+        observer.on_start(INFO | {"name": "[/bold] moe :on:"})
+        observer.on_step(step_record(1))
+        observer.on_end(run_report(exit_reason="[/done]"))
+        shown = text.getvalue()
+        assert "[/bold] moe :on:" in shown and "[/x]/r.json" in shown and "[/done]" in shown
+        (line,) = (line for line in shown.splitlines() if "headrace train" in line)
+        assert line == f"to go on: {command}"
 
 
 def test_after_a_resume_steps_and_time_left_are_those_of_the_whole_run() -> None:
