@@ -5,17 +5,20 @@ the optimizer, transfers and checksums run beside them. So the number of threads
 the process is kept on its cores as a whole, before any thread starts. On one core of two this also
 trains faster than with both, because launching threads then sleep instead of spinning.
 
-Ranks that a launcher started on this machine divide its cores, unless it has bound them already.
+Ranks of this machine divide the cores that their launcher was given, unless it has bound them. It
+has where a rank may use fewer cores than the launcher itself. How many the machine has says
+nothing: a batch system or `taskset` may have given the launcher a few of them.
 """
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from launch.ranks import detect_ranks
+from launch.ranks import belongs_to_rank, detect_ranks
 
 
 def confine(threads: int) -> list[int]:
@@ -30,7 +33,7 @@ def confine(threads: int) -> list[int]:
         threads,
         ranks.local_rank,
         ranks.local_size,
-        _num_cores_of_machine(),
+        _num_cores_of_launcher(),
         _current_core(),
     )
     if cores != allowed:
@@ -45,17 +48,19 @@ def choose(
     threads: int,
     rank: int,
     num_ranks: int,
-    num_machine: int,
+    num_launcher: int,
     current: int,
 ) -> list[int]:
-    """The cores of one of `num_ranks` local ranks, which may use `allowed` of `num_machine` cores.
+    """The cores of one of `num_ranks` local ranks, which may use `allowed`, one core at least.
+
+    Their launcher may use `num_launcher` cores.
 
     A rank with more than its share was not bound by its launcher and takes a part of its own. Of
     what is left, `threads` neighbours are taken where the scheduler put the process (`current`),
     in whole blocks, so that two runs on one machine rarely meet. More threads than cores: all.
     """
     cores = list(allowed)
-    if num_ranks > 1 and len(cores) > max(1, num_machine // num_ranks):
+    if num_ranks > 1 and len(cores) > math.ceil(num_launcher / num_ranks):
         first, last = (len(cores) * number // num_ranks for number in (rank, rank + 1))
         cores = cores[first:last] or [cores[rank % len(cores)]]
     if 0 < threads < len(cores):
@@ -65,17 +70,40 @@ def choose(
     return cores
 
 
-def _num_cores_of_machine() -> int:
-    """Cores of the machine or container: those of its first process, which nobody has bound."""
+def _num_cores_of_launcher() -> int:
+    """Cores of the process that started this rank, behind whatever stands between them.
+
+    Whoever has a rank's variables from its start stands between. Where nobody is known, those of
+    the first process of the machine or container.
+    """
+    with suppress(OSError, ValueError):
+        pid = os.getppid()
+        while pid > 1 and belongs_to_rank(_environment(pid)):
+            pid = _parent(pid)
+        return len(os.sched_getaffinity(max(pid, 1)))
+    return os.cpu_count() or 1
+
+
+def _environment(pid: int) -> dict[str, str]:
+    """The variables a process was started with; none where it is somebody else's."""
     try:
-        return len(os.sched_getaffinity(1))
+        entries = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     except OSError:
-        return os.cpu_count() or 1
+        return {}
+    return dict.fromkeys((os.fsdecode(entry.partition(b"=")[0]) for entry in entries), "")
+
+
+def _parent(pid: int) -> int:
+    return int(_stat(pid)[1])
+
+
+def _stat(pid: int | str) -> list[str]:
+    """The fields of a process after its name: its state, its parent and so on."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
 
 
 def _current_core() -> int:
     try:
-        after_name = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-        return int(after_name[36])
+        return int(_stat("self")[36])
     except (OSError, IndexError, ValueError):
         return -1

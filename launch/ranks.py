@@ -28,6 +28,7 @@ _OPEN_MPI = (
     "OMPI_COMM_WORLD_LOCAL_SIZE",
 )
 _HYDRA = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+_OF_RANKS = (_OPEN_MPI[0], _HYDRA[0], "PMIX_RANK", "MS_ROLE", "RANK_ID")
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,11 @@ def detect_ranks(environment: Mapping[str, str] = os.environ) -> RankEnvironment
     if environment.get("RANK_SIZE", "1") != "1":
         return _of_msrun(environment, "RANK_ID", "RANK_SIZE")
     return SINGLE
+
+
+def belongs_to_rank(environment: Mapping[str, str]) -> bool:
+    """Whether a launcher started the process of this environment as a rank, or to start one."""
+    return any(name in environment for name in _OF_RANKS)
 
 
 def is_scheduler(environment: Mapping[str, str] = os.environ) -> bool:

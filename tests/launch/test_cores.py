@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 
 import pytest
 
 from launch import cores, environment
 from launch.config import RuntimeConfig
-from tests.launch.helpers import call_script, run_python
+from tests.launch.helpers import ROOT, call_script, run_python
+from tests.mpirun import MPIRUN
 
 NUM_CORES = len(os.sched_getaffinity(0))
 
 
-def choose(allowed, threads, rank=0, num_ranks=1, num_machine=None, current=0):
-    machine = len(allowed) if num_machine is None else num_machine
-    return cores.choose(allowed, threads, rank, num_ranks, machine, current)
+def choose(allowed, threads, rank=0, num_ranks=1, num_launcher=None, current=0):
+    launcher = len(allowed) if num_launcher is None else num_launcher
+    return cores.choose(allowed, threads, rank, num_ranks, launcher, current)
 
 
 def test_all_cores_are_used_unless_fewer_are_asked_for():
@@ -49,13 +52,15 @@ def test_unbound_ranks_share_the_machine_and_no_core_is_taken_twice(num_machine,
 
 
 def test_ranks_that_their_launcher_has_bound_keep_what_they_were_given():
-    assert choose([4, 5, 6, 7], 0, rank=1, num_ranks=4, num_machine=16) == [4, 5, 6, 7]
-    assert choose([3], 0, rank=3, num_ranks=4, num_machine=4) == [3]
+    assert choose([4, 5, 6, 7], 0, rank=1, num_ranks=4, num_launcher=16) == [4, 5, 6, 7]
+    assert choose([3], 0, rank=3, num_ranks=4, num_launcher=4) == [3]
+    uneven = [[0, 1, 2, 3, 4, 5], [6, 7, 8, 9, 10], [11, 12, 13, 14, 15]]
+    assert [choose(uneven[r], 0, r, 3, num_launcher=16) for r in range(3)] == uneven
 
 
 def test_ranks_bound_to_a_socket_share_it():
     sockets = [range(16), range(16), range(16, 32), range(16, 32)]
-    shares = [choose(sockets[r], 0, r, 4, num_machine=32) for r in range(4)]
+    shares = [choose(sockets[r], 0, r, 4, num_launcher=32) for r in range(4)]
     assert all(len(share) == 4 for share in shares)
     assert len({core for share in shares for core in share}) == 16
 
@@ -99,6 +104,62 @@ def test_two_ranks_of_a_launcher_compute_on_different_cores():
         assert len(found) == default == omp
         shares.append(set(found))
     assert not shares[0] & shares[1] and sum(map(len, shares)) == NUM_CORES
+
+
+# A launcher of two ranks on a machine of 128 cores that was itself given what this process has.
+# Each rank stands behind a process that has its variables too, as under `headrace launch`.
+UNDER_A_LAUNCHER = """
+import os, subprocess, sys
+bound, code = sys.argv[1:]
+for rank in range(2):
+    names = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
+    values = (rank, 2, rank, 2)
+    ours = {f"OMPI_COMM_WORLD_{n}": str(v) for n, v in zip(names, values)}
+    allowed = sorted(os.sched_getaffinity(0))
+    own = allowed[rank::2] if bound == "bound" else allowed
+    runner = "import subprocess, sys; sys.exit(subprocess.call([sys.executable, *sys.argv[1:]]))"
+    command = [sys.executable, "-c", runner, "-c", code]
+    bind = lambda: os.sched_setaffinity(0, own)
+    subprocess.run(command, env=os.environ | ours, preexec_fn=bind, check=True)
+"""
+CONFINED = """
+import os
+real = os.sched_getaffinity
+os.sched_getaffinity = lambda pid: set(range(128)) if pid == 1 else real(pid)
+from launch.cores import confine
+print(*confine(0), flush=True)
+"""
+
+
+@pytest.mark.skipif(NUM_CORES < 2, reason="two cores are to be shared")
+@pytest.mark.parametrize("bound", ["bound", "unbound"])
+def test_ranks_share_the_cores_that_their_launcher_was_given(bound):
+    """Whether ranks were bound was guessed from the first process of the machine. Where a batch
+    system had given the launcher some of its cores, every rank took all of those."""
+    result = run_python(UNDER_A_LAUNCHER, bound, CONFINED)
+    assert result.returncode == 0, result.stderr
+    shares = [[int(core) for core in line.split()] for line in result.stdout.splitlines()]
+    allowed = sorted(os.sched_getaffinity(0))
+    assert len(shares) == 2 and sorted(shares[0] + shares[1]) == allowed
+    if bound == "bound":
+        assert shares == [allowed[0::2], allowed[1::2]]
+
+
+@pytest.mark.skipif(NUM_CORES < 2 or not MPIRUN.exists(), reason="mpirun binds to two cores")
+@pytest.mark.parametrize("bind_to", ["none", "core"])
+def test_mpirun_with_and_without_binding_gives_each_rank_its_own_cores(bind_to):
+    command = [str(MPIRUN), "-n", "2", "--map-by", "slot:OVERSUBSCRIBE", "--bind-to", bind_to]
+    command += ["--allow-run-as-root"] if os.geteuid() == 0 else []
+    result = subprocess.run(
+        [*command, sys.executable, "-c", CONFINED],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert result.returncode == 0, result.stderr
+    shares = [line.split() for line in result.stdout.splitlines()]
+    assert len(shares) == 2 and not set(shares[0]) & set(shares[1])
 
 
 # Looks at every thread of the real command after every step, and at the time they have used.
