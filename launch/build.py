@@ -16,7 +16,7 @@ from moe.memory import (
     layouts_of,
     stage_dims,
 )
-from moe.mesh import Mesh
+from moe.mesh import Mesh, Share
 from moe.parallel import ParallelGroups
 from moe.params import initial_values, rank_slice_rows
 from moe.schedule import gradient_uses
@@ -26,7 +26,7 @@ from offload.nvme.aligned import AccessMode, choose_access
 from offload.nvme.directory import path_error
 from offload.nvme.store import NvmeStore
 from offload.parts import EngineParts
-from offload.placement import ALIGN_BYTES, MemoryPlan, plan_memory
+from offload.placement import ALIGN_BYTES, MemoryPlan, plan_memory, state_bytes
 from ops.device import Backend
 from ops.errors import ConfigError, PlanError
 from ops.kernels.pool import KernelPool
@@ -73,6 +73,13 @@ def make_plans(config: RunConfig, resumed: bool = False) -> list[RankPlan]:
     return merge_alike(
         [RankPlan(tuple(ranks), make_plan(config, resumed, ranks[0])) for ranks in alike.values()]
     )
+
+
+def model_size(config: RunConfig) -> tuple[int, int]:
+    """Parameters of the whole model and bytes of its masters and moments; no mesh changes them."""
+    model, train = config.model, config.train
+    layouts = layouts_of(model, train, config.optimizer.decay_norms, Share.whole(model))
+    return sum(layout.num_parameters for layout in layouts), state_bytes(layouts)
 
 
 def require_memory(
@@ -221,6 +228,7 @@ def make_engine(
         loss_scaling=train.compute_dtype == "float16",
         sharing=groups.sharing(layouts),
         everyone=groups.world,
+        is_told_here=lambda layout: share.is_first_of(layout.unit.expert is not None),
         **options,
     )
     return OffloadEngine(parts, config.offload, config.optimizer)

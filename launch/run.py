@@ -23,6 +23,7 @@ from launch.build import (
     make_engine,
     make_plan,
     make_plans,
+    model_size,
     require_memory,
 )
 from launch.config import RunConfig
@@ -308,12 +309,13 @@ def _held_out(rank: _Rank) -> Callable[[], Iterator[Sequences]]:
 
 
 def _start_info(config: RunConfig, plan: MemoryPlan, steps: int, first: int) -> dict[str, Any]:
+    parameters, state_bytes = model_size(config)
     return {
         "name": config.name,
         "steps": steps,
         "first_step": first,
-        "parameters": plan.parameters,
-        "state_bytes": plan.state_bytes,
+        "parameters": parameters,
+        "state_bytes": state_bytes,
         "tokens_per_step": config.global_batch_sequences * config.train.seq_len,
         "tiers": {
             name: {"capacity_bytes": tier.capacity_bytes} for name, tier in plan.tiers.items()
@@ -329,6 +331,7 @@ def _report(
     totals: RunTotals,
 ) -> dict[str, Any]:
     peaks = engine.peak_bytes()
+    parameters, state_bytes = model_size(config)
     return {
         "arithmetic": {
             "weight_dtype": config.train.weight_dtype,
@@ -341,8 +344,8 @@ def _report(
             name: {"capacity_bytes": tier.capacity_bytes, "peak_bytes": peaks[name]}
             for name, tier in plan.tiers.items()
         },
-        "parameters": plan.parameters,
-        "state_bytes": plan.state_bytes,
+        "parameters": parameters,
+        "state_bytes": state_bytes,
         "steps": totals.steps,
         "redone_steps": totals.redone_steps,
         "tokens_per_s": totals.tokens_per_s,

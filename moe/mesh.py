@@ -239,6 +239,10 @@ class Share:
         each = count // self.op_size
         return range(self.op_index * each, (self.op_index + 1) * each)
 
+    def is_first_of(self, is_expert: bool) -> bool:
+        """Whether this rank is the first of those that hold a part of its dense or expert units."""
+        return self.op_index == 0 and self.weight_shards(is_expert)[0] == 0
+
     def weight_shards(self, is_expert: bool) -> tuple[int, int]:
         """(index, size) among the replicas of a dense or an expert unit of this rank."""
         if is_expert:

@@ -227,17 +227,18 @@ class OffloadEngine:
         """
         self.gradients.finish()
         self.gradients.finite = self.gradients.finite and sound
-        norm = self.gradients.norm(self._parts.everyone)
+        idle = [
+            unit.layout
+            for name, unit in self._shared.units.items()
+            if name not in self.gradients.squares and not unit.layout.frozen
+        ]
+        told = sum(map(self._parts.is_told_here, idle))
+        norm, num_idle = self.gradients.agree(self._parts.everyone, told)
         finite = self.gradients.finite and isfinite(norm)
         scale_before = self.scaler.scale
         alive = self.scaler.update(finite)
         self._guesses = self._schedule.resolved()
         self._in_backward = False
-        idle = [
-            name
-            for name, unit in self._shared.units.items()
-            if name not in self.gradients.squares and not unit.layout.frozen
-        ]
         started = seconds()
         with self._parts.trace.span("stall", "updates of the step before"):
             self._updates.wait_border()
@@ -250,7 +251,7 @@ class OffloadEngine:
         else:
             self._skip(commit)
         return StepOutcome(
-            norm, clip, finite, not finite and not alive, len(idle), scale_before, redone
+            norm, clip, finite, not finite and not alive, num_idle, scale_before, redone
         )
 
     def _settle_early(self, accepted: bool, commit: bool) -> bool:

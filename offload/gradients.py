@@ -176,10 +176,13 @@ class GradientStore:
             raise
         handle.add_done_callback(done)
 
-    def norm(self, everyone: Communicator) -> float:
-        """2-norm of all ranks' gradients, before clipping, float64; `finite` is agreed as well."""
+    def agree(self, everyone: Communicator, count: int = 0) -> tuple[float, int]:
+        """2-norm of all ranks' gradients, before clipping, float64, and the sum of their `count`.
+
+        `finite` is agreed as well.
+        """
         squares = [self.squares[name] for name in self._shared.order if name in self.squares]
-        agreed = np.array([sum(squares, 0.0), float(not self.finite)])
+        agreed = np.array([sum(squares, 0.0), float(not self.finite), float(count)])
         everyone.all_reduce(agreed)
         self.finite = agreed[1] == 0.0
-        return float(np.sqrt(agreed[0]))
+        return float(np.sqrt(agreed[0])), int(agreed[2])

@@ -26,6 +26,11 @@ def _no_delay(lane: str) -> None:
     """The default of `EngineParts.delay`: lanes run at their own speed."""
 
 
+def _always(layout: UnitLayout) -> bool:
+    """The default of `EngineParts.is_told_here`: no other rank holds any unit."""
+    return True
+
+
 @dataclass
 class EngineParts:
     """What an engine is made of besides its configuration.
@@ -35,6 +40,8 @@ class EngineParts:
     transfer; `verify_leases` checksums a device copy at lease and release. Both serve tests.
     `sharing` names the units that other ranks hold too, `everyone` all ranks, which agree on norm
     and loss scale; `agree` publishes the commit of all ranks (`offload/rank_commits.py`).
+    `is_told_here`: whether this rank tells of a unit that several may hold, so that each is told
+    of once.
     """
 
     layouts: Sequence[UnitLayout]
@@ -52,6 +59,7 @@ class EngineParts:
     sharing: Mapping[str, Sharing] = field(default_factory=dict)
     everyone: Communicator = field(default_factory=SingleRank)
     agree: Agree | None = None
+    is_told_here: Callable[[UnitLayout], bool] = _always
 
 
 @dataclass(frozen=True)
@@ -59,7 +67,8 @@ class StepOutcome:
     """What `finish_step` found: norm before clipping, clip factor, whether the step was applied.
 
     `alarm` is set when training cannot go on: gradients are not finite and no loss scale is left
-    to lower. `redone`: units had been updated speculatively and were updated anew.
+    to lower. `idle_units` are those of the whole model that got no gradient. `redone`: units had
+    been updated speculatively and were updated anew.
     """
 
     grad_norm: float

@@ -155,7 +155,7 @@ def plan_memory(
         tiers=tiers,
         components=_components(layouts, host, demands),
         parameters=sum(x.num_parameters for x in layouts),
-        state_bytes=_state_bytes(layouts),
+        state_bytes=state_bytes(layouts),
         fits=not problems,
         problems=tuple(problems),
         remedies=tuple(remedies),
@@ -436,7 +436,8 @@ def _components(
     return table
 
 
-def _state_bytes(layouts: Sequence[UnitLayout]) -> int:
+def state_bytes(layouts: Sequence[UnitLayout]) -> int:
+    """Bytes of masters and moments of these units."""
     return sum(
         item.nbytes for x in layouts for part in ("weight", "state") for item in x.fields[part]
     )

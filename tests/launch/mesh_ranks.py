@@ -2,8 +2,8 @@
 
     mpirun -n N python -m tests.launch.mesh_ranks CASES.json OUT
 
-`CASES.json` is a list of cases (`Case`); rank 0 writes OUT/NAME.json (losses, norms, digest, seen
-idle experts) and OUT/NAME.npz (the gradient of every tensor in step 1). All cases run in one
+`CASES.json` is a list of cases (`Case`); rank 0 writes OUT/NAME.json (losses, norms, digest,
+idle units) and OUT/NAME.npz (the gradient of every tensor in step 1). All cases run in one
 process, because starting one costs seconds.
 """
 
@@ -170,13 +170,14 @@ def _steps(
         (groups.share.at.dp + 1) * config.train.batch_sequences,
     )
     losses, norms, evals, found = [], [], [], {}
-    applied = []
+    applied, idle = [], []
     for number in range(1, case.steps + 1):
         tokens, targets = batch(config, number)
         result = step.train(tokens[mine], targets[mine], case.rate / number)
         losses.append(float(result.loss))
         norms.append(result.outcome.grad_norm)
         applied.append(result.outcome.applied)
+        idle.append(result.outcome.idle_units)
         if number == 1 and not case.smallest:
             engine.drain()
             pieces = list(gradients(engine))
@@ -190,9 +191,9 @@ def _steps(
     peaks = engine.peak_bytes()
     assert peaks["device"] <= config.offload.device.capacity
     assert peaks["host"] <= config.offload.host.capacity
-    told = world.all_gather_object([losses, norms, evals, digest])
+    told = world.all_gather_object([losses, norms, evals, digest, idle])
     assert all(row == told[0] for row in told), "ranks do not agree on what they saw"
-    results = {"losses": losses, "norms": norms, "evals": evals, "digest": digest}
+    results = {"losses": losses, "norms": norms, "evals": evals, "digest": digest, "idle": idle}
     return {**results, "applied": applied, "comm": world.stats.waited_seconds()}, found
 
 

@@ -121,6 +121,8 @@ def check(found: dict[str, Any], wanted: dict[str, Any], later: float = 1e-5) ->
     np.testing.assert_allclose(losses[0], expected[0], rtol=1e-5)
     np.testing.assert_allclose(losses, expected, rtol=later)
     np.testing.assert_allclose(found["norms"][0], wanted["norms"][0], rtol=1e-5)
+    # A run used to count what idled on one rank only, another number on every mesh.
+    assert found["idle"][0] == wanted["idle"][0] > 0
     np.testing.assert_allclose(found["evals"], wanted["evals"], rtol=later)
     if later == 1e-5:
         assert largest_difference(found, wanted) <= 1e-5
@@ -157,7 +159,7 @@ SPECIAL = [
 
 
 def check_bits(found: dict[str, Any], wanted: dict[str, Any], name: str) -> None:
-    for key in ("losses", "norms", "evals", "digest"):
+    for key in ("losses", "norms", "evals", "digest", "idle"):
         assert found[key] == wanted[key], (name, key)
 
 
