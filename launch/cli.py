@@ -130,10 +130,10 @@ def _train(
     from ops.trace import NO_TRACE, Trace
 
     require_all_fit(make_plans(config, resume == LATEST))
-    ranks = detect_ranks()
+    ranks, seconds = detect_ranks(), config.runtime.collective_timeout
     stop = threading.Event()
     # Signals first: a rank that is stopped while it waits for the others must not die at once.
-    with stop_on_signals(stop), shared_world(ranks) as world:
+    with stop_on_signals(stop), shared_world(ranks, seconds) as world:
         require_same_settings(config, steps, resume, world)
         directory = (
             prepare_run_dir(run_dir, config.name, resume is not None) if ranks.is_first else None

@@ -26,7 +26,7 @@ from moe.mesh import ParallelConfig, global_batch_sequences
 from moe.mesh_check import check_mesh
 from offload.config import LossScaleConfig, OffloadConfig, OptimizerConfig, TierConfig
 from ops.errors import ConfigError
-from ops.validate import check_choice, check_int, refuse
+from ops.validate import check_choice, check_float, check_int, refuse
 
 SIZE_KEYS = frozenset(
     {
@@ -37,18 +37,29 @@ SIZE_KEYS = frozenset(
         "offload.io_request_size",
     }
 )
+COLLECTIVE_TIMEOUT_MAX = 30 * 24 * 3600
 _NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
 
 
 @dataclass(frozen=True)
 class RuntimeConfig:
-    """Cores and arithmetic of the process; both change the bits of a run, no budget does."""
+    """Cores and arithmetic of the process; both change the bits of a run, no budget does.
+
+    `collective_timeout`: seconds that a rank waits for others before it takes them for dead.
+    """
 
     threads: int = 0
     onednn_fpmath: str = "strict"
+    collective_timeout: float = 600.0  # ops.comm.base.TIMEOUT_SECONDS, which would load NumPy
 
     def __post_init__(self) -> None:
         check_int("runtime.threads", self.threads, low=0, high=1024)
+        check_float(
+            "runtime.collective_timeout",
+            self.collective_timeout,
+            low=1,
+            high=COLLECTIVE_TIMEOUT_MAX,
+        )
         check_choice("runtime.onednn_fpmath", self.onednn_fpmath, ("strict", "bf16"))
 
     @property

@@ -36,6 +36,7 @@ LOCAL_KEYS = frozenset(
         "offload.io_request_size",
         "offload.codec",
         "data.source",  # what is in it is compared instead
+        "runtime.collective_timeout",
         "runtime.threads",
     }
 )

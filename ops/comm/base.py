@@ -32,7 +32,7 @@ from ops.errors import CommError
 U8 = np.ndarray[Any, np.dtype[np.uint8]]
 
 TIMEOUT_SECONDS = 600.0
-"""The longest wait for other ranks unless the caller says otherwise."""
+"""The longest wait for other ranks unless the caller says otherwise; a run has a key for it."""
 
 PIECE_BYTES = 4 << 20
 """Large reductions go in pieces of this size; it bounds a communicator's scratch memory."""

@@ -64,12 +64,16 @@ class Watchdog:
 
     def expire(self, what: str) -> CommError:
         """Print this rank's stacks, have the others print theirs; the error to raise."""
-        message = f"{what} did not end within {self.timeout_seconds:g} s"
+        limit = f"{self.timeout_seconds:g} s (runtime.collective_timeout)"
+        message = f"{what} did not end within {limit}"
         self.dump(message)
         # Two threads may expire at once; the others need to be told once only.
         if self.tell_others is not None and self._told.acquire(blocking=False):
             self.tell_others(message)
-        return CommError(f"{message}; the stacks of all threads are on stderr")
+        return CommError(
+            f"{message}; raise that key if the other ranks were only slow; the stacks of all "
+            "threads are on stderr"
+        )
 
     def dump(self, message: str) -> None:
         """Print `message` and the stack of every thread of this process."""

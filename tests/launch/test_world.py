@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 
+import launch.cli
+from launch.config import RuntimeConfig, load_config
 from launch.ranks import SINGLE, RankEnvironment
 from launch.world import open_world, shared_world
+from ops.comm.base import TIMEOUT_SECONDS
 from ops.comm.single import SingleRank
 from ops.errors import ConfigError, NumericAlarm, Stopped
 from tests.launch.launched import Launched
@@ -88,6 +92,31 @@ def test_msrun_connects_ranks_by_the_device_they_compute_on(
     monkeypatch.setenv("MS_SCHED_HOST", "worker1")
     open_world(RankEnvironment("msrun", 1, 2, 1, 2), 7.0, checked=True)
     assert made == [{"timeout_seconds": 7.0, "checked": True, "store_host": "worker1"}]
+
+
+def test_the_patience_of_the_ranks_is_a_key(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A pipeline whose steps took more than 600 s was killed, and nothing could change that."""
+    assert RuntimeConfig().collective_timeout == TIMEOUT_SECONDS
+    opened: list[float] = []
+
+    def no_world(ranks: RankEnvironment, seconds: float) -> None:
+        opened.append(seconds)
+        raise ConfigError("seen")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("launch.environment.prepare", lambda runtime: None)
+    monkeypatch.setattr(
+        "launch.world.open_world", lambda ranks, seconds, **_: no_world(ranks, seconds)
+    )
+    for key, wanted in (([], 600.0), (["--set", "runtime.collective_timeout=7200"], 7200.0)):
+        monkeypatch.setattr(sys, "argv", ["headrace", "train", "tiny-moe", *key])
+        with pytest.raises(SystemExit):
+            launch.cli.main()
+        assert opened.pop() == wanted
+    shown = load_config("tiny-moe", ["runtime.collective_timeout=7200"]).to_yaml()
+    assert "collective_timeout: 7200.0" in shown
 
 
 def test_mpi4py_that_does_not_load_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

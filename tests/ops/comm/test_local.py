@@ -71,7 +71,10 @@ def test_a_wait_that_lasts_too_long_prints_all_stacks(tmp_path: Path) -> None:
     ):
         run_local(2, stuck_elsewhere, timeout_seconds=0.3, output=output)
     stacks = (tmp_path / "stacks").read_text()
-    assert "all_reduce of group 'world' (rank 0) did not end within 0.3 s" in stacks
+    assert (
+        "all_reduce of group 'world' (rank 0) did not end within 0.3 s (runtime.collective_timeout)"
+        in stacks
+    )
     assert "in stuck_elsewhere" in stacks and stacks.count("Thread 0x") >= 2
 
 

@@ -186,7 +186,10 @@ def test_a_rank_that_never_comes_is_an_error_with_stacks(capfd: pytest.CaptureFi
 
     with pytest.raises(CommError, match=r"all_reduce of group 'world' \(rank 0\) did not end"):
         run_ranks(2, work)
-    assert "did not end within 0.3 s; stacks of all threads" in capfd.readouterr().err
+    assert (
+        "did not end within 0.3 s (runtime.collective_timeout); stacks of all threads"
+        in capfd.readouterr().err
+    )
 
 
 def test_an_error_of_the_library_names_the_call() -> None:
