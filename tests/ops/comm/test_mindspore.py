@@ -32,7 +32,7 @@ def msrun(ranks: int, task: str, logs: Path) -> tuple[int, list[str]]:
         port = probe.getsockname()[1]
     command = [str(BIN / "msrun"), f"--worker_num={ranks}", f"--local_worker_num={ranks}"]
     command += [f"--master_port={port}", f"--log_dir={logs}", "--join=True"]
-    command += [str(ROOT / "tests" / "ops" / "comm_mindspore_ranks.py"), task]
+    command += [str(ROOT / "tests" / "ops" / "comm" / "comm_mindspore_ranks.py"), task]
     process = subprocess.Popen(
         command,
         cwd=ROOT,
