@@ -144,7 +144,8 @@ def open_store(
 def _access(path: str) -> AccessMode:
     """How files at `path` are accessed; ConfigError where blocks take more room than is planned.
 
-    Asked before the store is opened, which may discard what is there.
+    Asked before the store is opened, which may discard what is there. Every rank makes the path,
+    which may be on a drive of its machine alone.
     """
     try:
         os.makedirs(path, exist_ok=True)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -100,6 +103,39 @@ def test_all_ranks_are_opened_at_the_commit_they_published(tmp_path):
     assert on_ranks(config, step_found, resume=False) == [None, None]
     assert record_of(tmp_path) == ()
     assert on_ranks(config, step_found, resume=True) == [None, None]
+
+
+def test_many_ranks_share_a_path_that_a_slow_server_makes(tmp_path, monkeypatch):
+    """C67: a server that takes long, and fails when it is asked while it makes the same directory.
+
+    What was written for that case was called by nobody; the order in which stores are opened is
+    what keeps ranks from asking together, and a drive of each machine's own has to work as well.
+    """
+    shared = tmp_path / "slow" / "store"
+    makedirs, server, missing = os.makedirs, threading.Lock(), []
+
+    def slow(path, *arguments, **options):
+        if Path(path) != shared or shared.is_dir():
+            return makedirs(path, *arguments, **options)
+        if not server.acquire(blocking=False):
+            raise OSError(errno.EIO, "the server is busy")
+        with server_released(server):
+            missing.append(path)
+            threading.Event().wait(0.3)
+            return makedirs(path, *arguments, **options)
+
+    monkeypatch.setattr("launch.build.os.makedirs", slow)
+    ranks = on_ranks(configured(shared, 8), lambda world, opened: opened.store.directory)
+    assert len(missing) == 1 and len(set(ranks)) == 8
+    assert ranks_under(str(shared)) == list(range(8))
+
+
+@contextmanager
+def server_released(server: threading.Lock) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        server.release()
 
 
 @pytest.mark.parametrize("before", [(), (1,)])
