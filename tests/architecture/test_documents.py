@@ -13,6 +13,7 @@ import typer.main
 from launch.cli import app
 from launch.compose import dotted_keys
 from launch.config import RunConfig, load_config, preset_names
+from ops.comm.base import OUTSTANDING_BYTES_MAX, PIECE_BYTES
 from tests.architecture.sources import LAYERS, ROOT, files
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -106,6 +107,14 @@ def test_a_launch_of_a_preset_in_the_readme_is_one_that_fits() -> None:
         assert all(item.plan.fits for item in make_plans(config)), words
         checked += 1
     assert checked
+
+
+def test_the_page_tells_what_collectives_take_beside_the_budgets() -> None:
+    """README said that budgets cover transfers, and nothing told what travels between ranks."""
+    page = (ROOT / "docs/ARCHITECTURE.md").read_text(encoding="utf-8")
+    assert f"{OUTSTANDING_BYTES_MAX >> 20} MiB of messages to other pipeline stages" in page
+    assert f"{PIECE_BYTES >> 20} MiB of scratch" in page
+    assert "Memory of collectives" in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 def test_the_architecture_page_maps_every_file() -> None:
