@@ -194,8 +194,17 @@ class Job:
 
     def _show_failure(self, first: RankExit) -> None:
         path = self._logs.rank_log(first.rank)
-        self._say(f"rank {first.rank} {_ended(first.status)}; the end of {path}:")
+        stopped = [exit.rank for exit in self._logs.exits() if self._left_before(exit, first)]
+        if stopped:
+            ranks = f"rank {stopped[0]}" if len(stopped) == 1 else f"ranks {_listed(stopped)}"
+            self._say(f"{ranks} had stopped before, though this launch was not asked to stop")
+        self._say(f"rank {first.rank} {_ended(first)}; the end of {path}:")
         self._quote(last_lines(path))
+
+    def _left_before(self, exit: RankExit, first: RankExit) -> bool:
+        """Whether a rank stopped unasked before `first` failed, which it may have caused."""
+        unasked = exit.status == Stopped.exit_code and not (exit.told or self._signals)
+        return unasked and exit.rank != first.rank and exit.time_ns < first.time_ns
 
     def _show_others(self, first: RankExit) -> None:
         """The last line of every other rank that failed of itself, unless it is the same again."""
@@ -204,7 +213,7 @@ class Job:
         different = [other for other in others if self._last_words(other) != known]
         for other in different[:_OTHERS_SHOWN]:
             said = self._last_words(other)
-            self._err.write(f"[rank {other.rank}] {_ended(other.status)}: {said}\n")
+            self._err.write(f"[rank {other.rank}] {_ended(other)}: {said}\n")
         if len(others) > len(different):
             self._say(f"{len(others) - len(different)} other ranks failed with the same words")
         if len(different) > _OTHERS_SHOWN:
@@ -230,8 +239,8 @@ def _die_gently() -> None:
 
 
 def _is_failure(exit: RankExit) -> bool:
-    """Not so a rank that stopped as it was asked."""
-    return exit.failed and exit.status != Stopped.exit_code
+    """Not so a rank that stopped as it was asked, or as all did."""
+    return exit.failed and (exit.alone or exit.status != Stopped.exit_code)
 
 
 def _is_runner(process: psutil.Process) -> bool:
@@ -241,10 +250,21 @@ def _is_runner(process: psutil.Process) -> bool:
         return False
 
 
-def _ended(status: int) -> str:
+def _ended(exit: RankExit) -> str:
+    status = exit.status
+    if exit.alone:
+        return (
+            f"stopped with exit status {status}, but this launch was not asked to stop and other "
+            "ranks did not"
+        )
     if status > 128:
         try:
             return f"was ended by {signal.Signals(status - 128).name}"
         except ValueError:
             pass
     return f"failed with exit status {status}"
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    shown = ", ".join(str(rank) for rank in ranks[:_OTHERS_SHOWN])
+    return f"{shown} and {len(ranks) - _OTHERS_SHOWN} more" if ranks[_OTHERS_SHOWN:] else shown

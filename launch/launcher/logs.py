@@ -23,7 +23,7 @@ import os
 import signal
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import BinaryIO
 
@@ -38,13 +38,15 @@ _OBEYED = (130, 128 + signal.SIGTERM, 128 + signal.SIGKILL)
 class RankExit:
     """How a rank ended: `status` as a shell counts it (128 + the number of a signal).
 
-    `told` says that the launcher told the rank to end, because of something else.
+    `told` says that the launcher told the rank to end, because of something else. `alone` says
+    that it stopped (130) though the launch was not asked to, and that the others did not follow.
     """
 
     rank: int
     status: int
     time_ns: int
     told: bool
+    alone: bool = False
 
     @property
     def failed(self) -> bool:
@@ -121,7 +123,8 @@ class LogDirectory:
     def write_exit(self, record: RankExit) -> None:
         """Record how a rank ended. May raise OSError."""
         path = self.path / "exits" / f"{record.rank:05d}.json"
-        fields = {"status": record.status, "time_ns": record.time_ns, "told": record.told}
+        fields = asdict(record)
+        del fields["rank"]
         temporary = path.with_suffix(".tmp")
         temporary.write_text(json.dumps(fields))
         os.replace(temporary, path)

@@ -9,7 +9,8 @@ so they start this small process for every rank instead, and it starts the progr
 2. SIGUSR1 asks for a stop and becomes SIGINT for the program, SIGUSR2 becomes SIGTERM: mpirun
    passes these two on to every machine, whereas it answers SIGINT and SIGTERM by killing the ranks.
 3. How the program ended is recorded. A failure is passed on to the launcher, which kills the other
-   ranks, only SECONDS later: ranks that fail or stop in agreement may end in peace.
+   ranks, only SECONDS later: ranks that fail or stop in agreement may end in peace. Who stops
+   though nobody asked the launch to, and is not followed by the others, has failed as well.
 4. The program has a session of its own, so that a signal to a process group reaches it once, and is
    killed by the kernel when this process dies. This process, too, dies with its launcher.
 """
@@ -23,6 +24,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 
@@ -30,7 +32,10 @@ from launch.launcher.logs import LogDirectory, RankExit
 from launch.ranks import detect_ranks, is_scheduler
 from ops.errors import Stopped
 
-STOPPED_PATIENCE_SECONDS = 60.0  # a stop was agreed: whoever still saves is waited for
+STOPPED_PATIENCE_SECONDS = 60.0  # all were asked to stop: whoever still saves is waited for
+# Times SECONDS, where the launch was not asked. If one rank was and all agreed, they have saved
+# together and only give back their memory apart.
+UNASKED_PATIENCE = 3.0
 _POLL_SECONDS = 0.05
 _PR_SET_PDEATHSIG = 1
 _FORWARDED = {
@@ -53,6 +58,7 @@ class _Runner:
 
     def __init__(self) -> None:
         self.told = False  # the launcher ends this rank
+        self.asked = False  # the launch asks all ranks to stop
         self._program: subprocess.Popen[bytes] | None = None
         self._early: list[signal.Signals] = []
         for number in _FORWARDED:
@@ -62,6 +68,8 @@ class _Runner:
         received = signal.Signals(number)
         if received not in (signal.SIGUSR1, signal.SIGUSR2):
             self.told = True
+        else:
+            self.asked = True
         if self._program is None:
             self._early.append(_FORWARDED[received])
         elif self._program.poll() is None:
@@ -95,15 +103,31 @@ def main(arguments: Sequence[str]) -> int:
     rank = detect_ranks().rank
     runner = _Runner()
     status = runner.run(program, logs.rank_log(rank))
-    logs.write_exit(RankExit(rank, status, time.time_ns(), runner.told))
-    if status != 0:
-        seconds = STOPPED_PATIENCE_SECONDS if status == Stopped.exit_code else float(patience)
-        deadline = time.monotonic() + seconds
-        while not runner.told and time.monotonic() < deadline:
-            if logs.num_exits() >= len(logs.ranks or ()):
-                break
-            time.sleep(_POLL_SECONDS)
+    record = RankExit(rank, status, time.time_ns(), runner.told)
+    logs.write_exit(record)
+    if status != 0 and not _others_end(runner, logs, status, float(patience)):
+        stopped_alone = status == Stopped.exit_code and not (runner.told or runner.asked)
+        if stopped_alone:
+            logs.write_exit(replace(record, alone=True))
     return status
+
+
+def _others_end(runner: _Runner, logs: LogDirectory, status: int, seconds: float) -> bool:
+    """Wait for the other ranks, as long as the end of this one allows; whether all have ended.
+
+    Returns at once when the launcher tells this rank to end.
+    """
+    start = time.monotonic()
+    while not runner.told:
+        if logs.num_exits() >= len(logs.ranks or ()):
+            return True
+        limit = seconds
+        if status == Stopped.exit_code:
+            limit = STOPPED_PATIENCE_SECONDS if runner.asked else UNASKED_PATIENCE * seconds
+        if time.monotonic() - start >= limit:
+            return False
+        time.sleep(_POLL_SECONDS)
+    return False
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -117,6 +118,56 @@ def test_a_second_signal_stops_them_at_once(launched: Launched) -> None:
     process.send_signal(signal.SIGINT)
     status, _, err = launched.end()
     assert (status, "failed" in err) == (130, False)
+
+
+STOPPING_ALONE = """
+from launch.signals import stop_on_signals
+say("ready")
+if rank == 2:
+    with stop_on_signals(threading.Event()):
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)
+        go_on()
+{others}
+"""
+
+
+@pytest.mark.parametrize("launcher", ["mpirun", "msrun"])
+def test_a_rank_that_alone_is_stopped_at_once_ends_all(launched: Launched, launcher: str) -> None:
+    """Two signals to one rank: it ended with the status of a stop, which was taken for one that
+    all had agreed on, and the others were left waiting for a minute without a word."""
+    start = time.monotonic()
+    launched.start(STOPPING_ALONE.format(others="go_on()"), launcher)
+    status, _, err = launched.end()
+    assert time.monotonic() - start < 55  # of which most is the start
+    assert status == 130
+    said = "rank 2 stopped with exit status 130, but this launch was not asked to stop"
+    assert f"{said} and other ranks did not; the end of {launched.logs.rank_log(2)}:\n" in err
+    assert "  | Stopping after this step; a second signal stops at once." in err
+    assert [exit.rank for exit in launched.logs.exits() if exit.alone] == [2]
+
+
+def test_a_rank_that_fails_for_one_that_stopped_alone_is_not_blamed_alone(
+    launched: Launched,
+) -> None:
+    others = """
+while not os.path.exists(os.path.join(os.path.dirname(os.readlink("/proc/self/fd/1")),
+                                      "exits", "00002.json")):
+    threading.Event().wait(0.01)
+sys.exit(4) if rank == 1 else go_on()
+"""
+    launched.start(STOPPING_ALONE.format(others=others), grace_seconds=2)
+    status, _, err = launched.end()
+    assert status == 4
+    assert "rank 2 had stopped before, though this launch was not asked to stop\n" in err
+    assert "rank 1 failed with exit status 4; the end of" in err
+
+
+def test_ranks_that_stop_in_agreement_may_end_apart(launched: Launched) -> None:
+    """One of them was asked by others than this launch, and all agreed."""
+    launched.start('say("stopped"); threading.Event().wait(rank); sys.exit(130)', grace_seconds=2)
+    assert launched.end()[::2] == (130, "")
+    assert [exit.alone for exit in launched.logs.exits()] == [False] * 4
 
 
 def test_ranks_end_with_a_launch_that_is_killed(launched: Launched) -> None:
