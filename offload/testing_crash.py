@@ -24,7 +24,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -151,6 +151,9 @@ class SimulatedDisk:
                 for path, inode in self._names.items()
                 if os.path.dirname(path) == directory
             }
+
+    def names(self, directory: str) -> Sequence[str]:
+        return [*self.list(directory)]
 
     def read_file(self, path: str, nbytes_max: int) -> bytes:
         with self._lock:

@@ -17,12 +17,12 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from offload.checkpoint.read_ahead import ReadAhead
 from offload.checkpoint.source import CommitPart
-from offload.nvme.directory import DATA_FILE_NAME, rank_directory
+from offload.nvme.directory import DATA_FILE_NAME, link_problem, rank_directory
 from offload.nvme.files import OsDirectoryFiles, describe_os_error
 from offload.nvme.inspect import find_stores, num_ranks_of
 from offload.nvme.manifest import Manifest
@@ -126,7 +126,13 @@ def find_checkpoints(paths: Sequence[str]) -> list[Checkpoint]:
     ranks = _look_at_all(paths)
     record = RecordFile(paths[0]).read()
     found = _of_one_rank(paths, ranks, record)
-    found += [_recorded(paths, ranks, commit) for commit in record]
+    recorded = [_recorded(paths, ranks, commit) for commit in record]
+    if recorded:
+        # What cannot be read may have been newer, and what it kept no longer what is here.
+        told = recorded[0].present
+        notes = [f"rank {rank}: {x}" for rank in told for x in ranks[rank].problems]
+        recorded[0] = replace(recorded[0], notes=tuple(notes))
+    found += recorded
     unfinished = None if found else unfinished_copy(paths[0])
     if unfinished is not None:
         found = [_recorded(paths, ranks, unfinished, is_published=False)]
@@ -168,8 +174,11 @@ def look_at_parts(
     found = {}
     for rank, (generation, store_id) in enumerate(zip(generations, stores)):
         directories = [rank_directory(path, rank) for path in paths]
-        if not os.path.isdir(directories[0]):
-            found[rank] = SeenPart(f"no directory {directories[0]}", {}, 0)
+        problem = next(filter(None, map(link_problem, directories)), None)
+        if problem is None and not os.path.isdir(directories[0]):
+            problem = f"no directory {directories[0]}"
+        if problem is not None:
+            found[rank] = SeenPart(problem, {}, 0)
             continue
         seen = _look_at(directories)
         problem = seen.problem_with(store_id, generation)
@@ -246,8 +255,13 @@ def _look_at(directories: list[str]) -> _Rank:
         slots = read_slots(directories[0], OsDirectoryFiles())
     except OSError as error:
         return _Rank(directories, {}, (describe_os_error(error),))
+    newest: Manifest | None = None
     for slot in slots:
         name = slot_name(slot.index)
+        if slot.manifest is not None and (
+            newest is None or slot.manifest.generation > newest.generation
+        ):
+            newest = slot.manifest
         if slot.manifest is None:
             problems.append(f"{name}: {slot.problem}")
         elif slot.manifest.generation in parts:
@@ -255,6 +269,8 @@ def _look_at(directories: list[str]) -> _Rank:
         else:
             path = os.path.join(directories[0], name)
             parts[slot.manifest.generation] = _part(slot.manifest, path)
+    gone = set(newest.slots if newest else ()) - {slot.index for slot in slots}
+    problems += [f"{slot_name(index)}: is missing" for index in sorted(gone)]
     return _Rank(directories, parts, tuple(problems))
 
 

@@ -63,8 +63,18 @@ def ranks_under(path: str) -> list[int]:
     return sorted(int(name[len("rank-") :]) for name in names if _RANK_NAME.fullmatch(name))
 
 
+def link_problem(directory: str) -> str | None:
+    """A sentence if the `directory` of a rank is a link; those above it may be links."""
+    if os.path.islink(directory):
+        return f"{directory} is a link, which is not followed"
+    return None
+
+
 def lock_directory(directory: str) -> OwnerLock:
     """Make `directory` if needed and become its owner, or raise ConfigError saying why not."""
+    problem = link_problem(directory)
+    if problem is not None:
+        raise ConfigError(f"offload.nvme.path: {problem}; only the path itself may be a link")
     try:
         try:
             lock = _make_and_lock(directory)

@@ -324,6 +324,10 @@ class DirectoryFiles(Protocol):
         """The regular files in `directory`: name to length in bytes."""
         ...
 
+    def names(self, directory: str) -> Sequence[str]:
+        """All names in `directory`, whatever has them."""
+        ...
+
     def read_file(self, path: str, nbytes_max: int) -> bytes:
         """The content of `path`, at most `nbytes_max` of it; never through a link."""
         ...
@@ -360,6 +364,9 @@ class OsDirectoryFiles:
                     if entry.is_file(follow_symlinks=False):
                         found[entry.name] = entry.stat(follow_symlinks=False).st_size
         return found
+
+    def names(self, directory: str) -> Sequence[str]:
+        return os.listdir(directory)
 
     def read_file(self, path: str, nbytes_max: int) -> bytes:
         with os.fdopen(open_plain(path, os.O_RDONLY), "rb") as file:

@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from offload.nvme.aligned import AccessMode, aligned_buffer
-from offload.nvme.directory import DATA_FILE_NAME
+from offload.nvme.directory import DATA_FILE_NAME, link_problem
 from offload.nvme.files import (
     OsDirectoryFiles,
     OsFile,
@@ -48,7 +48,8 @@ def find_stores(paths: Sequence[str]) -> list[list[str]]:
     """The directories of each rank's store under `paths`, in the order of the ranks.
 
     `paths` are those the store was made with, in the same order, or one rank's own directories.
-    Raises ConfigError when the first holds no store.
+    Raises ConfigError when the first holds no store, or when the directory of a rank is a link;
+    `paths` may be links.
     """
     first = paths[0]
     try:
@@ -58,6 +59,10 @@ def find_stores(paths: Sequence[str]) -> list[list[str]]:
     if _is_store(first):
         return [list(paths)]
     ranks = [name for name in sorted(names) if _RANK_NAME.fullmatch(name)]
+    for directory in (os.path.join(path, name) for name in ranks for path in paths):
+        problem = link_problem(directory)
+        if problem is not None:
+            raise ConfigError(f"{problem}: only the paths that are named may be links")
     ranks = [name for name in ranks if _is_store(os.path.join(first, name))]
     if not ranks:
         raise ConfigError(

@@ -85,8 +85,11 @@ class FoundCommits:
 
 
 def read_slots(directory: str, files: DirectoryFiles) -> list[Slot]:
-    """All manifest slots of `directory`, by index; raises OSError when it cannot be listed."""
-    indices = sorted(x for x in map(slot_index, files.list(directory)) if x is not None)
+    """All manifest slots of `directory`, by index; raises OSError when it cannot be listed.
+
+    A slot is whatever has the name of one: a link or a pipe hides what was there, and is a problem.
+    """
+    indices = sorted(x for x in map(slot_index, files.names(directory)) if x is not None)
     return [_read_slot(directory, files, index) for index in indices]
 
 

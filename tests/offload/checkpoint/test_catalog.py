@@ -7,7 +7,8 @@ import shutil
 
 import pytest
 
-from offload.checkpoint.catalog import find_checkpoints, open_parts
+from offload.checkpoint.catalog import find_checkpoints, look_at_parts, open_parts
+from offload.checkpoint.removal import delete_checkpoint
 from offload.nvme.store import NvmeStore
 from offload.rank_commits import RankCommit, RecordFile
 from offload.testing_storage import filled_buffer
@@ -257,3 +258,73 @@ def test_a_damaged_record_is_an_error(two):
     (two / "commits.json").write_text("{}")
     with pytest.raises(StorageError, match="damaged"):
         find_checkpoints([str(two)])
+
+
+@pytest.mark.parametrize("at", [0, 1])
+def test_the_directory_of_a_rank_that_is_a_link_is_refused(two, tmp_path_factory, at):
+    """It was followed: holds were made at its target, and only `delete` refused it. The paths that
+    a user names may be links."""
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    linked = elsewhere / "linked"
+    linked.symlink_to(two)
+    assert len(find_checkpoints([str(linked)])) == 2
+    rank = two / f"rank-0000{at}"
+    rank.rename(elsewhere / "rank")
+    rank.symlink_to(elsewhere / "rank")
+    before = sorted(os.listdir(elsewhere / "rank"))
+    for look in (
+        lambda: find_checkpoints([str(two)]),
+        lambda: delete_checkpoint([str(two)]),
+        lambda: NvmeStore(str(two), 32 * MIB, rank=at, workers=1, resume=True),
+    ):
+        with pytest.raises(ConfigError, match=rf"{rank} is a link, which is not followed"):
+            look()
+    seen = look_at_parts([str(two)], (3, 3), ("", ""))[at]
+    assert seen.problem == f"{rank} is a link, which is not followed"
+    assert sorted(os.listdir(elsewhere / "rank")) == before
+
+
+def test_the_directory_of_a_rank_under_another_path_may_not_be_a_link_either(tmp_path):
+    paths = [str(tmp_path / name) for name in "ab"]
+    with NvmeStore(paths, 32 * MIB, workers=1) as store:
+        write(store, 1, 1)
+    (tmp_path / "b/rank-00000").rename(tmp_path / "rank")
+    (tmp_path / "b/rank-00000").symlink_to(tmp_path / "rank")
+    with pytest.raises(ConfigError, match="b/rank-00000 is a link, which is not followed"):
+        find_checkpoints(paths)
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe", "directory", "nothing"])
+def test_a_newest_manifest_that_is_something_else_is_told(tmp_path, kind):
+    """The older commit, whose extents the newest had already written again, was called complete
+    without a word."""
+    with NvmeStore(str(tmp_path), 32 * MIB, workers=1) as store:
+        for step in (1, 2, 3):
+            write(store, step, 1)
+    manifest = tmp_path / "rank-00000/manifest.1"
+    manifest.rename(tmp_path / "elsewhere")
+    if kind == "link":
+        manifest.symlink_to(tmp_path / "elsewhere")
+    elif kind == "pipe":
+        os.mkfifo(manifest)
+    elif kind == "directory":
+        manifest.mkdir()
+    found = only(tmp_path)
+    assert found.step == 2
+    (note,) = found.notes
+    assert note.startswith("manifest.1: ")
+    assert ("is missing" if kind == "nothing" else "it is ") in note
+
+
+def test_a_manifest_that_may_have_been_newer_than_the_record_is_told(two):
+    """A run of one rank went on after the record; with its manifest hidden, what it had written
+    over was called complete."""
+    with NvmeStore(str(two), 32 * MIB, workers=1, keep_commits=2, resume=True) as store:
+        write(store, 40, 1)
+    slot = two / f"rank-00000/manifest.{4 % 3}"
+    slot.unlink()
+    os.mkfifo(slot)
+    newest, older = find_checkpoints([str(two)])
+    (note,) = newest.notes
+    assert newest.step == 30 and note.startswith("rank 0: manifest.1: cannot be read")
+    assert older.notes == ()

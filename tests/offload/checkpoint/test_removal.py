@@ -79,7 +79,7 @@ def test_what_is_in_use_is_read_or_is_no_checkpoint_is_not_deleted(source, tmp_p
         delete_checkpoint(paths[:1])
     (tmp_path / "links").mkdir()
     os.symlink(os.path.join(source, "rank-00000"), tmp_path / "links/rank-00000")
-    with pytest.raises(ConfigError, match="is no directory"):
+    with pytest.raises(ConfigError, match="is a link, which is not followed"):
         delete_checkpoint([str(tmp_path / "links")])
     assert find_checkpoints(paths)[0].is_complete and find_checkpoints([source])[0].is_complete
     delete_checkpoint(paths)
