@@ -241,7 +241,8 @@ def initialize(config: RunConfig, engine: OffloadEngine) -> None:
     Raises ConfigError when the directory does not hold this model, StorageError while reading it.
     """
     if config.train.init_from:
-        with initial_weights(config.train.init_from, config.model) as weights:
+        where, dtype = config.train.init_from, config.train.weight_dtype
+        with initial_weights(where, config.model, weight_dtype=dtype) as weights:
             engine.initialize(weights.values)
     else:
         engine.initialize(lambda tensor: initial_values(tensor, config.train.seed))

@@ -21,7 +21,8 @@ from moe.data.stream import Cursor
 from moe.mesh import ParallelConfig
 from moe.weights.directory import ExportDirectory
 from moe.weights.export import DTYPES, Export, ExportOptions, facts_of
-from moe.weights.importing import Facts, Import, read_facts
+from moe.weights.facts import Facts, read_facts
+from moe.weights.importing import Import
 from moe.weights.names import IN_OUT, OUT_IN
 from offload.checkpoint.catalog import Checkpoint, find_checkpoints, open_parts
 from offload.checkpoint.units import UnitReader

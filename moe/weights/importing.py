@@ -7,20 +7,18 @@ nothing is a checkpoint before the last of them is durable (`NvmeStore.publish`)
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from moe.checkpoint import saved_run
-from moe.weights.directory import FACTS_FILE
-from moe.weights.export import FORMAT, OnBytes
+from moe.weights.export import OnBytes
+from moe.weights.facts import KEY, Facts
 from moe.weights.initial import TensorSource, initial_weights
-from moe.weights.names import Match, model_shapes
+from moe.weights.names import Match, model_shapes, require_size, size_of
 from moe.weights.reading import WeightFiles
 from offload.blocks import UnitLayout
 from offload.nvme.aligned import aligned_buffer, choose_access
@@ -36,67 +34,9 @@ from ops.errors import ConfigError, StorageError
 from ops.kernels.pool import KernelPool
 from ops.units import round_up
 
-_FACTS_BYTES_MAX = 256 << 20
 _PARTS = ("weight", "state")
-
-
-@dataclass(frozen=True)
-class Facts:
-    """What `headrace.json` says: `run` as a commit has it, `frozen` names tensors."""
-
-    step: int
-    optimizer_step: int
-    has_moments: bool
-    run: Mapping[str, Any]
-    loss_scale: Mapping[str, Any]
-    frozen: frozenset[str] = field(default_factory=frozenset)
-
-    def meta(self, **run: Any) -> dict[str, Any]:
-        """What a commit of these facts says; `run` replaces parts of what it says of its run.
-
-        An export has caught up with every step, so the ledger has no step left to replay.
-        """
-        engine = {
-            "ledger": {"step": self.optimizer_step, "rates": []},
-            "loss_scale": dict(self.loss_scale),
-        }
-        told = {**self.run, **run, "step": self.step}
-        return {"step": self.step, "engine": engine, "run": told}
-
-
-def read_facts(directory: str) -> Facts | None:
-    """The facts of an export; None where there are none. ConfigError when they are unsound."""
-    path = os.path.join(directory, FACTS_FILE)
-    try:
-        if os.path.getsize(path) > _FACTS_BYTES_MAX:
-            raise ConfigError(f"{path} is larger than {_FACTS_BYTES_MAX} bytes")
-        with open(path, "rb") as file:
-            saved = json.loads(file.read())
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise ConfigError(f"{path}: {describe_os_error(error)}") from error
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} is no JSON ({error})") from None
-    if not isinstance(saved, dict) or saved.get("format") != FORMAT:
-        said = saved.get("format") if isinstance(saved, dict) else None
-        raise ConfigError(f"{path} is of format {said!r}; this version reads {FORMAT!r}")
-    try:
-        facts = Facts(
-            saved["step"],
-            saved["optimizer_step"],
-            saved["moments"],
-            saved["run"],
-            saved["loss_scale"],
-            frozenset(saved["frozen"]),
-        )
-        counts = (facts.step, facts.optimizer_step)
-        sound = all(type(x) is int and x >= 0 for x in counts) and type(facts.has_moments) is bool
-        if not sound or not isinstance(facts.run, dict) or not isinstance(facts.loss_scale, dict):
-            raise TypeError("a field is of another type")
-    except (KeyError, TypeError) as error:
-        raise ConfigError(f"{path} is damaged ({error!r})") from None
-    return facts
+_COMPARISONS_MAX = 1 << 24
+_PATTERNS_SPARE = 1024
 
 
 class Import:
@@ -105,7 +45,9 @@ class Import:
     def __init__(self, directory: str, meta: Mapping[str, Any], facts: Facts | None) -> None:
         """`meta` is the commit's; moments come from `directory` if `facts` say it has them.
 
-        Raises ConfigError when `meta` tells of no run of this version.
+        Reads the headers of the files first, because what `meta` tells of its model is believed
+        only as far as they can hold it. Raises ConfigError when they cannot, or `meta` tells of no
+        run of this version.
         """
         self._directory = directory
         self._meta = meta
@@ -114,7 +56,19 @@ class Import:
         except StorageError as error:
             raise ConfigError(f"{directory}: {error}") from None
         self._facts = facts if facts is not None and facts.has_moments else None
+        with WeightFiles(directory, KEY) as files:
+            require_size(self._run.model, files.tensors, f"{KEY} = {directory}")
+        self._require_few_patterns()
         self._layouts = list(self._run.whole.values())
+
+    def _require_few_patterns(self) -> None:
+        """Every pattern of `train.freeze` is compared with the name of every unit."""
+        patterns, units = len(self._run.train.freeze), size_of(self._run.model).units
+        if patterns > units + _PATTERNS_SPARE or patterns * units > _COMPARISONS_MAX:
+            raise ConfigError(
+                f"{KEY} = {self._directory}: train.freeze has {patterns:,} patterns, too many for "
+                "the units of the model"
+            )
 
     @property
     def data_bytes(self) -> int:
@@ -129,8 +83,14 @@ class Import:
         """
         refuse_checkpoint(path)
         with ExitStack() as stack:
-            name = f"the import of {self._directory}: weights"
-            weights = stack.enter_context(initial_weights(self._directory, self._run.model, name))
+            weights = stack.enter_context(
+                initial_weights(
+                    self._directory,
+                    self._run.model,
+                    f"the import of {self._directory}: weights",
+                    self._run.train.weight_dtype,
+                )
+            )
             moments = {stem: self._moments(stack, stem) for stem in MOMENTS if self._facts}
             align = choose_access(_made(path)).alignment_bytes
             room = sum(round_up(x.nbytes(p), align) for x in self._layouts for p in _PARTS)
@@ -153,7 +113,7 @@ class Import:
         wanted = {name: shape for name, shape in shapes.items() if name in trained}
         match = Match(self._run.model, files.tensors, wanted)
         match.require(key, extra=False)
-        return TensorSource(files, match.places)
+        return TensorSource(files, match.places, low=0.0 if stem == "exp_avg_sq" else -np.inf)
 
     def _write_units(
         self,

@@ -16,16 +16,33 @@ from moe.params import EMBEDDING, HEAD
 from moe.weights.names import Match, Place
 from moe.weights.reading import F32, WeightFiles
 from offload.blocks import TensorSpec
+from ops.errors import ConfigError
 
 KEY = "train.init_from"
+_LIMITS = {
+    "float32": np.inf,
+    "bfloat16": float(np.uint32(0x7F7F8000).view(np.float32)),
+    "float16": 65520.0,
+}
+"""The least magnitude that a dtype of weights rounds to infinity."""
 
 
 class TensorSource:
     """Pieces of the tensors of a model, from files that have been matched with it."""
 
-    def __init__(self, files: WeightFiles, places: Mapping[str, Place]) -> None:
+    def __init__(
+        self,
+        files: WeightFiles,
+        places: Mapping[str, Place],
+        weight_dtype: str = "float32",
+        low: float = -np.inf,
+    ) -> None:
+        """Values that are infinite in `weight_dtype`, as far as tensors are stored in it, and those
+        below `low`, are refused."""
         self._files = files
         self._places = places
+        self._weight_dtype = weight_dtype
+        self._low = low
 
     def __contains__(self, name: str) -> bool:
         return name in self._places
@@ -33,7 +50,8 @@ class TensorSource:
     def values(self, tensor: TensorSpec) -> F32:
         """fp32 values of a tensor, a block of one, or a piece of such a block; flat.
 
-        Raises ConfigError for values that are not finite, StorageError when reading fails.
+        Raises ConfigError for values that are not finite or cannot be, StorageError when reading
+        fails.
         """
         out = np.empty(tensor.size, np.float32)
         if not tensor.name:  # the padding of a share
@@ -49,7 +67,25 @@ class TensorSource:
             columns = slice(block.col0 + columns.start, block.col0 + columns.stop)
             self._files.read(place, rows, columns, part)
             done += part.size
+        self._check(tensor, out)
         return out
+
+    def _check(self, tensor: TensorSpec, values: F32) -> None:
+        limit = np.inf if tensor.kept else _LIMITS[self._weight_dtype]
+        if values.size and (values.min() < self._low or max(values.max(), -values.min()) >= limit):
+            bad = int(((values < self._low) | (np.abs(values) >= limit)).argmax())
+            block = tensor.piece_of or tensor
+            row, column = divmod(tensor.flat0 + bad, block.size // block.shape[0])
+            index = [block.row0 + row, block.col0 + column][: len(block.shape)]
+            why = (
+                f"infinite in train.weight_dtype = {self._weight_dtype}"
+                if values[bad] >= self._low
+                else "negative"
+            )
+            raise ConfigError(
+                f"{self._files.key} = {self._files.directory}: {tensor.name} has at {index} the "
+                f"value {values[bad]!s}, which is {why}."
+            )
 
 
 def rectangles(begin: int, end: int, width: int) -> Iterator[tuple[slice, slice]]:
@@ -67,11 +103,14 @@ def rectangles(begin: int, end: int, width: int) -> Iterator[tuple[slice, slice]
 
 
 @contextmanager
-def initial_weights(directory: str, model: ModelConfig, key: str = KEY) -> Iterator[TensorSource]:
+def initial_weights(
+    directory: str, model: ModelConfig, key: str = KEY, weight_dtype: str = "float32"
+) -> Iterator[TensorSource]:
     """The weights in `directory`; every fault is told at once, in one ConfigError.
 
-    `key` is the option or configuration key that named the directory. May block: a head beside a
-    tied embedding is compared with it.
+    `key` is the option or configuration key that named the directory. Values that would be infinite
+    in `weight_dtype` are refused when they are read. May block: a head beside a tied embedding is
+    compared with it.
     """
     with WeightFiles(directory, key) as files:
         match = Match(model, files.tensors)
@@ -82,7 +121,7 @@ def initial_weights(directory: str, model: ModelConfig, key: str = KEY) -> Itera
                     f"{HEAD} differs from {EMBEDDING}, although model.tie_word_embeddings is true"
                 )
             match.require(f"{key} = {directory}")
-        yield TensorSource(files, match.places)
+        yield TensorSource(files, match.places, weight_dtype)
 
 
 def check_initial_weights(directory: str, model: ModelConfig) -> None:

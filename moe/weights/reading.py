@@ -2,7 +2,7 @@
 
 A directory has `STEM.safetensors`, or `STEM.safetensors.index.json` and the files that it names;
 STEM is `model` for weights. Everything in them is data of unknown origin: sizes are checked before
-they are used, and an index cannot name a file outside its directory.
+they are used, an index cannot name a file outside its directory, and only plain files are read.
 
 The safetensors library checks each file's header. The bytes are read with `pread` all the same: the
 library hands out no bfloat16 in NumPy, and a mapped file counts as resident memory and turns an I/O
@@ -13,10 +13,9 @@ Knows names and bytes, not models. Not safe for use by several threads at once.
 
 from __future__ import annotations
 
-import json
 import os
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -26,6 +25,7 @@ import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
 
 from moe.weights.names import Place, Stored
+from moe.weights.plain_files import open_plain, parse_json, read_plain
 from offload.nvme.files import describe_os_error
 from ops.errors import ConfigError, StorageError
 
@@ -64,14 +64,12 @@ class WeightFiles:
         self.tensors: dict[str, StoredTensor] = {}
         self._scratch = np.empty(SCRATCH_BYTES, np.uint8)
         self._open: OrderedDict[str, int] = OrderedDict()
-        marker = os.path.join(directory, stem + MARKER_SUFFIX)
-        if os.path.exists(marker):
-            raise self._refuse("it is an export that was interrupted (or goes on); export again")
+        refuse_unfinished(directory, key, stem)
         index = os.path.join(directory, f"{stem}.safetensors.index.json")
         single = os.path.join(directory, f"{stem}.safetensors")
-        if os.path.isfile(index):
+        if os.path.lexists(index):
             self._read_indexed(index)
-        elif os.path.isfile(single):
+        elif os.path.lexists(single):
             self.tensors = self._read_header(single)
         else:
             raise self._refuse(f"it has neither {stem}.safetensors nor {os.path.basename(index)}")
@@ -135,8 +133,14 @@ class WeightFiles:
                 raw = self._read_batch(stored, _Lines(at + lo, count, lines.stride, length), item)
                 target = out[start : start + count, lo : lo + length]
                 _convert(raw, stored.dtype, target)
-                if not np.isfinite(target).all():
-                    raise self._refuse(f"{name} has values that are not finite numbers")
+                is_finite = np.isfinite(target)
+                if not is_finite.all():
+                    line, element = divmod(int(is_finite.argmin()), length)
+                    flat = at + line * lines.stride + lo + element
+                    raise self._refuse(
+                        f"{name} has values that are not finite numbers, the first at "
+                        f"{index_text(flat, stored.shape)}"
+                    )
 
     def _read_batch(self, stored: StoredTensor, lines: _Lines, item: int) -> npt.NDArray[np.uint8]:
         """The bytes of a few lines, u8 [lines, length * item], in the scratch."""
@@ -174,7 +178,7 @@ class WeightFiles:
     def _fd(self, path: str) -> int:
         fd = self._open.pop(path, None)
         if fd is None:
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            fd = open_plain(path)
             if len(self._open) >= _OPEN_MAX:
                 os.close(self._open.popitem(last=False)[1])
         self._open[path] = fd
@@ -202,10 +206,7 @@ class WeightFiles:
 
     def _load_index(self, index: str) -> Mapping[str, str]:
         try:
-            if os.path.getsize(index) > _INDEX_BYTES_MAX:
-                raise self._refuse(f"its index is larger than {_INDEX_BYTES_MAX} bytes")
-            with open(index, "rb") as file:
-                mapping = json.loads(file.read())["weight_map"]
+            mapping = parse_json(read_plain(index, _INDEX_BYTES_MAX))["weight_map"]
         except OSError as error:
             raise self._refuse(f"{index}: {describe_os_error(error)}") from error
         except (ValueError, KeyError, TypeError, RecursionError) as error:
@@ -217,7 +218,7 @@ class WeightFiles:
 
     def _read_header(self, path: str) -> dict[str, StoredTensor]:
         try:
-            with open(path, "rb") as file:
+            with os.fdopen(open_plain(path), "rb") as file:
                 size = os.fstat(file.fileno()).st_size
                 length = int.from_bytes(file.read(8), "little")
                 if not 2 <= length <= _HEADER_BYTES_MAX or size < 8 + length:
@@ -225,7 +226,7 @@ class WeightFiles:
                         f"{path} has {size:,} bytes and its header claims to take {length:,}: it "
                         "is truncated, or no safetensors file"
                     )
-                header = json.loads(file.read(length))
+                header = parse_json(file.read(length))
             tensors = _tensors_of(header, path, 8 + length)
             end = max((x[1] for x in tensors.values()), default=0)
             if end > size:
@@ -242,7 +243,27 @@ class WeightFiles:
         return {name: stored for name, (stored, _) in tensors.items()}
 
     def _refuse(self, why: str) -> ConfigError:
-        return ConfigError(f"{self.key} = {self.directory}: {why.rstrip('.')}.")
+        return _refusal(self.key, self.directory, why)
+
+
+def refuse_unfinished(directory: str, key: str, stem: str = "model") -> None:
+    """Raise ConfigError when `directory` holds an export that has not come to its end."""
+    if os.path.lexists(os.path.join(directory, stem + MARKER_SUFFIX)):
+        why = "it is an export that was interrupted (or goes on); export again"
+        raise _refusal(key, directory, why)
+
+
+def index_text(flat: int, shape: Sequence[int]) -> str:
+    """`[2, 17]`: where element number `flat` of a tensor is."""
+    index: list[int] = []
+    for size in reversed(shape):
+        flat, at = divmod(flat, size)
+        index.insert(0, at)
+    return str(index)
+
+
+def _refusal(key: str, directory: str, why: str) -> ConfigError:
+    return ConfigError(f"{key} = {directory}: {why.rstrip('.')}.")
 
 
 @dataclass(frozen=True)

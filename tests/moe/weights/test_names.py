@@ -7,7 +7,15 @@ import pytest
 
 from moe.config import ModelConfig
 from moe.params import build_units
-from moe.weights.names import Match, Stored, model_shapes, packed_names, packed_shapes
+from moe.weights.names import (
+    Match,
+    Stored,
+    model_shapes,
+    packed_names,
+    packed_shapes,
+    require_size,
+    size_of,
+)
 from ops.errors import ConfigError
 from tests.moe.harness import MODEL
 from tests.moe.weights.weight_files import dtype_name, packed, random_weights
@@ -88,6 +96,36 @@ def test_long_lists_are_cut_with_a_count():
     total = len(model_shapes(model))
     assert f"{total} missing: " in str(caught.value)
     assert f"and {total - 10} more" in str(caught.value) and len(str(caught.value)) < 1000
+
+
+@pytest.mark.parametrize("changes", [{}, {"qk_norm": False}, {"n_shared_experts": 2}], ids=str)
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_size_of_a_model_is_known_without_listing_its_tensors(changes, tied):
+    model = model_with(tie_word_embeddings=tied, **changes)
+    shapes, size = model_shapes(model), size_of(model)
+    assert size.units == len(build_units(model))
+    assert size.tensors == len(shapes)
+    assert size.numbers == sum(int(np.prod(shape)) for shape in shapes.values())
+    assert size.packed == len(packed(model, random_weights(model), "in-out"))
+
+
+def test_many_tensors_have_to_be_in_the_files():
+    """Packed or not; few are listed by what is missing."""
+    model = model_with(num_experts=1000, num_hidden_layers=6)
+    found = {name: Stored("F32", shape) for name, shape in model_shapes(model).items()}
+    require_size(model, found, "it")
+    for name in list(found):
+        if ".experts." in name:
+            del found[name]
+    with pytest.raises(ConfigError, match=r"it is said to hold a model of 18,.* tensors"):
+        require_size(model, found, "it")
+    for layer in range(6):
+        both = zip(packed_names(layer), packed_shapes(model, "in-out"))
+        found |= {name: Stored("F32", shape) for name, shape in both}
+    require_size(model, found, "it")
+    require_size(model_with(), {}, "it")
+    with pytest.raises(ConfigError, match=r"of 300,0.* units .* at most 262,144"):
+        require_size(model_with(vocab_size=300_000, vocab_slice_rows=1), {}, "it")
 
 
 def test_inverse_frequencies_of_old_checkpoints_are_no_extra_tensors():
