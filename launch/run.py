@@ -37,7 +37,7 @@ from launch.same_run import require_same_text
 from launch.world import AGREED
 from moe.data.bigram import bigram_nats_per_token
 from moe.data.load import RunData, load_data
-from moe.data.stream import BatchStream, Cursor, Sequences, evaluation_batches
+from moe.data.stream import BatchStream, Cursor, HeldOutBatch, evaluation_batches
 from moe.mesh import Mesh, ParallelConfig
 from moe.parallel import ParallelGroups, open_groups
 from moe.save_plan import Saves, never
@@ -296,7 +296,7 @@ def _batches(rank: _Rank, cursor: Cursor) -> BatchStream:
     )
 
 
-def _held_out(rank: _Rank) -> Callable[[], Iterator[Sequences]]:
+def _held_out(rank: _Rank) -> Callable[[], Iterator[HeldOutBatch]]:
     config = rank.config
     return lambda: evaluation_batches(
         rank.data.held_out,

@@ -26,9 +26,15 @@ from offload.parts import UnitUse
 from ops.nn.routing import SlotPlan, choose_experts
 from ops.nn.stages import LossSlice, merge_slices
 
+UNCOUNTED = -1
+"""The target of a token whose loss does not count; in no vocabulary slice."""
+
 
 class Forward:
-    """Runs forward stages; `tokens` and `targets` are lists of flat i32 [T], one a micro-batch."""
+    """Runs forward stages; `tokens` and `targets` are lists of flat i32 [T], one a micro-batch.
+
+    Targets that are `UNCOUNTED` are for passes without a backward one.
+    """
 
     def __init__(self, context: StepContext) -> None:
         self._c = context
@@ -147,7 +153,8 @@ class Forward:
         for m in range(c.micro):
             lse_T, loss_T = merge_slices(c.stages.gather_slices(slices[m]))
             c.lse[m] = lse_T
-            sums.token_loss += float(np.sum(loss_T, dtype=np.float64))
+            counted_T = targets[m] != UNCOUNTED
+            sums.token_loss += float(np.sum(loss_T[counted_T], dtype=np.float64))
 
     @contextmanager
     def _head_slice(self, number: int, unit: str) -> Iterator[UnitUse | TiedUse]:

@@ -11,7 +11,7 @@ import numpy as np
 from moe.backward import Backward
 from moe.config import ModelConfig, TrainConfig
 from moe.context import LossSums, StepContext
-from moe.forward import Forward
+from moe.forward import UNCOUNTED, Forward
 from moe.parallel import ParallelGroups
 from moe.params import frozen_units, unit_names
 from moe.pipeline_messages import evaluation_messages, training_messages
@@ -109,12 +109,13 @@ class TrainingStep:
     def evaluate(self, tokens: np.ndarray, targets: np.ndarray) -> float:
         """Sum of token losses (nats) over i32 [sequences, seq_len] of all ranks; trains nothing.
 
-        `sequences` as in `train`; ranks may pass different numbers.
+        `sequences` is at most `train.batch_sequences`; ranks may pass different numbers. Raises
+        ValueError for more.
         """
         total = 0.0
         self._context.chunk = 0
         share = self._groups.share
-        for inputs, wanted in self._chunks(tokens, targets):
+        for inputs, wanted in self._chunks(*self._completed(tokens, targets)):
             self._context.micro = len(inputs)
             self._engine.begin(self._evaluation, training=False)
             messages = evaluation_messages(self._model, self._train, share, len(inputs))
@@ -136,6 +137,19 @@ class TrainingStep:
         self._groups.dp.all_reduce(sums)
         self._groups.pipe.all_reduce(sums)
         return [float(value) for value in sums]
+
+    def _completed(self, tokens: np.ndarray, targets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The last micro-batch made whole, so that it has the shape of all others.
+
+        By copies of the last sequence, which call for no expert that it does not call for itself;
+        their losses do not count.
+        """
+        missing = -len(tokens) % self._train.micro_batch_size
+        if not missing:
+            return tokens, targets
+        copies = np.repeat(tokens[-1:], missing, axis=0)
+        uncounted = np.full((missing, targets.shape[1]), UNCOUNTED, targets.dtype)
+        return np.concatenate([tokens, copies]), np.concatenate([targets, uncounted])
 
     def _chunks(
         self, tokens: np.ndarray, targets: np.ndarray

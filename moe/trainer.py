@@ -15,7 +15,7 @@ import numpy as np
 
 from moe.alarm import NumericWatch
 from moe.config import TrainConfig
-from moe.data.stream import BatchStream, Sequences
+from moe.data.stream import BatchStream, HeldOutBatch
 from moe.digest import weights_digest
 from moe.lr import learning_rate
 from moe.save_plan import Saves
@@ -140,7 +140,7 @@ class Trainer:
         engine: OffloadEngine,
         store: NvmeStore | None,
         batches: BatchStream,
-        held_out: Callable[[], Iterator[Sequences]],
+        held_out: Callable[[], Iterator[HeldOutBatch]],
         observer: RunObserver,
         stop: threading.Event,
         steps_limit: int | None = None,
@@ -313,7 +313,7 @@ class Trainer:
         total, tokens = 0.0, 0
         for batch in self._held_out():
             total += self._step.evaluate(batch.tokens, batch.targets)
-            tokens += batch.tokens.size * self._data_parallel
+            tokens += batch.num_tokens
         loss = total / tokens
         record = {"step": number, "loss": loss, "perplexity": math.exp(min(loss, 700.0))}
         self.totals.evals.append(record)

@@ -78,6 +78,16 @@ class Batch(Sequences):
     cursor_after: Cursor
 
 
+@dataclass(frozen=True, eq=False)
+class HeldOutBatch(Sequences):
+    """A rank's part of an evaluation batch, which has `num_tokens` tokens on all ranks.
+
+    The last batch of a text may be smaller, and a rank's part of it empty.
+    """
+
+    num_tokens: int
+
+
 def num_sequences(view: TokenView, seq_len: int) -> int:
     """How many sequences of `seq_len` + 1 tokens, overlapping by one, the view holds."""
     return max(0, view.num_tokens - 1) // seq_len
@@ -171,13 +181,13 @@ def evaluation_batches(
     *,
     vocab_size: int | None = None,
     rows: slice = ALL_ROWS,
-) -> Iterator[Sequences]:
+) -> Iterator[HeldOutBatch]:
     """The first sequences of a view in their own order, as at most `eval_batches` batches.
 
-    A view with fewer sequences gives as many batches as cover it once; the last one is completed
-    with the view's first sequences, so all are of one shape. The number of batches depends
-    on the data alone and is the same on every rank. Raises `DataError` when the view does not
-    hold one sequence.
+    Each sequence comes at most once: where the view ends, so does the last batch, and ranks with
+    later `rows` get fewer sequences of it, or none. Which sequences come depends on the sizes of
+    the view and of the batch of all ranks, not on how ranks divide it, and the number of batches
+    is the same on every rank. Raises `DataError` when the view does not hold one sequence.
     """
     total = num_sequences(view, seq_len)
     if total == 0:
@@ -185,9 +195,10 @@ def evaluation_batches(
             f"{view.name} holds {view.num_tokens} tokens, one sequence needs {seq_len + 1}; use "
             "more text, shorter sequences or a larger data.held_out_fraction"
         )
-    for index in range(min(eval_batches, -(-total // batch_sequences))):
-        ids_B = np.arange(index * batch_sequences, (index + 1) * batch_sequences) % total
-        yield Sequences(*_read_sequences(view, seq_len, ids_B[rows], vocab_size))
+    for first in range(0, min(eval_batches * batch_sequences, total), batch_sequences):
+        ids_B = np.arange(first, min(first + batch_sequences, total))
+        own = _read_sequences(view, seq_len, ids_B[rows], vocab_size)
+        yield HeldOutBatch(*own, num_tokens=len(ids_B) * seq_len)
 
 
 def _read_sequences(

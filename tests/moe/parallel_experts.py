@@ -20,6 +20,9 @@ import numpy as np
 
 import moe.forward
 from moe.config import ModelConfig, TrainConfig
+from moe.data.source import TokenSource
+from moe.data.split import TokenView, whole_view
+from moe.data.stream import evaluation_batches
 from moe.memory import activation_specs, stage_dims
 from moe.mesh import Mesh, ParallelConfig
 from moe.parallel import ParallelGroups, open_groups
@@ -141,6 +144,21 @@ def compare(
     return ranks, found[1]
 
 
+def held_out_view(tokens: np.ndarray) -> TokenView:
+    """The tokens as a text that is evaluated."""
+    ends = np.array([len(tokens)], np.uint64)
+    return whole_view(TokenSource("held out", tokens, ends, MODEL["vocab_size"], 0, "digest"))
+
+
+def mean_loss(ranks: Ranks, view: TokenView, data: int) -> float:
+    """The mean token loss of the whole text, evaluated as a run does."""
+    each, seq_len = ranks.train.batch_sequences, ranks.train.seq_len
+    rows = slice(ranks.groups.dp.rank * each, (ranks.groups.dp.rank + 1) * each)
+    batches = list(evaluation_batches(view, seq_len, each * data, 100, rows=rows))
+    total = sum(ranks.step.evaluate(batch.tokens, batch.targets) for batch in batches)
+    return total / sum(batch.num_tokens for batch in batches)
+
+
 @contextmanager
 def every_token_chooses(world: World, experts: Sequence[int]) -> Iterator[None]:
     """Routers that send all tokens to the same experts; entered and left by all ranks together.
@@ -251,6 +269,29 @@ def ranks_have_different_numbers_of_micro_batches(world: World) -> None:
         assert abs(mean - float(wanted[0].loss)) <= 2e-7 * mean
 
 
+def a_short_held_out_text_is_evaluated_alike_on_every_mesh(world: World) -> None:
+    """Seven sequences, two micro-batches of three a rank, and not one of them twice.
+
+    The last micro-batch is not full, on four ranks one rank has a sequence and two have none. On
+    one rank all are computed one by one, as the reference.
+    """
+    tokens = np.random.default_rng(7).integers(0, MODEL["vocab_size"], 7 * TRAIN["seq_len"] + 2)
+    view = held_out_view(tokens.astype(np.uint16))
+    single = ParallelGroups.single(ModelConfig(**MODEL))
+    wanted = mean_loss(Ranks(single, {"gradient_accumulation_steps": 1}), view, 1)
+    for data, expert, order in (
+        (1, 1, "layer_major"),
+        (1, 1, "batch_major"),
+        (2, 1, "layer_major"),
+        (4, 2, "layer_major"),
+        (4, 4, "batch_major"),
+    ):
+        train = {"micro_batch_size": 3, "micro_batch_order": order}
+        ranks = Ranks(single, train) if data == 1 else on_mesh(world, data, expert, **train)
+        found = mean_loss(ranks, view, data)
+        assert abs(found - wanted) <= 1e-12 * wanted, f"{data}, {expert}: {found}, not {wanted}"
+
+
 def two_runs_agree_bit_for_bit(world: World) -> None:
     """The order of rows, and so every bit, is a function of the mesh."""
     tokens = batch(8, seed=5)
@@ -270,6 +311,7 @@ CHECKS: tuple[Callable[[World], None], ...] = (
     a_batch_has_fewer_tokens_than_experts,
     ranks_route_to_disjoint_experts,
     ranks_have_different_numbers_of_micro_batches,
+    a_short_held_out_text_is_evaluated_alike_on_every_mesh,
     two_runs_agree_bit_for_bit,
 )
 

@@ -159,6 +159,13 @@ def check(case: Case, world: World) -> None:
         check_same(found, wanted, rank.engine.units.values())
     total = rank.step.evaluate(own[:, :-1], own[:, 1:]) / tokens[:, 1:].size
     assert abs(total - float(wanted[0].loss)) <= 2e-7 * total
+    # The same without the last sequence of each rank, so that its last micro-batch is not full.
+    each = train.batch_sequences
+    last = [min(first + each, len(tokens)) - 1 for first in range(0, len(tokens), each)]
+    kept = np.delete(tokens, last, axis=0)
+    wanted_total = single.step.evaluate(kept[:, :-1], kept[:, 1:])
+    partial = rank.step.evaluate(own[:-1, :-1], own[:-1, 1:])
+    assert abs(partial - wanted_total) <= 1e-12 * wanted_total
     losses = world.all_gather_object([float(found[0].loss), total])
     assert all(loss == losses[0] for loss in losses), losses
     groups.free()

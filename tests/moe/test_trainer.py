@@ -7,8 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from moe.data.stream import HeldOutBatch
 from moe.save_plan import SavePlan
 from offload.config import OffloadConfig, OptimizerConfig
 from offload.testing import budgets
@@ -104,6 +106,17 @@ def test_a_commit_follows_when_the_minutes_have_passed(tmp_path, whole):
         found = lived.losses() | {0: lived.trainer.totals.weights_digest}
     assert committed_step(tmp_path / "a") == 10
     assert found == whole
+
+
+def test_the_held_out_loss_is_a_mean_over_the_tokens_of_all_ranks(tmp_path):
+    """The last batch is smaller, and this rank may have nothing of it."""
+    rows, nothing = np.zeros((2, 3, 4), np.int32), np.zeros((2, 0, 4), np.int32)
+    parts = [HeldOutBatch(*rows, num_tokens=24), HeldOutBatch(*nothing, num_tokens=4)]
+    with toy_trainer(in_memory(tmp_path), AT_EXIT, steps=1) as lived:
+        lived.trainer._held_out = lambda: iter(parts)
+        lived.step.evaluate = lambda tokens, targets: 24.0 if len(tokens) else 18.0
+        lived.trainer.run()
+    assert [record["loss"] for record in lived.told.evals] == [1.5]
 
 
 def test_minutes_and_steps_together_commit_whichever_comes_first(tmp_path):

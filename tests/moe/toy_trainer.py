@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from moe.config import TrainConfig
+from moe.data.stream import HeldOutBatch
 from moe.save_plan import SavePlan, Saves, never
 from moe.trainer import Trainer
 from offload.config import OffloadConfig, OptimizerConfig
@@ -140,7 +141,7 @@ def toy_trainer(
         step, told, stop = ToyStep(run, batches), Told(), threading.Event()
         trainer = Trainer(
             settings, optimizer, step, run.engine, run.store, batches,
-            lambda: iter([SimpleNamespace(tokens=np.zeros((ROWS, 4), np.int32), targets=None)]),
+            lambda: iter([HeldOutBatch(*np.zeros((2, ROWS, 4), np.int32), num_tokens=ROWS * 4)]),
             told, stop, None, saved["step"], Saves(plan, asked, clock), world,
         )  # fmt: skip
         yield Lived(run, trainer, told, step, stop)

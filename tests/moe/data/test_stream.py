@@ -189,11 +189,38 @@ def test_evaluation_reads_in_order_without_touching_a_cursor():
     assert np.array_equal(batches[0].targets, batches[0].tokens + 1)
 
 
-def test_evaluation_covers_a_short_text_once_and_completes_its_last_batch():
+def test_evaluation_ends_with_a_short_text():
+    """It was completed with the text's first sequences, which then counted twice."""
     batches = list(evaluation_batches(numbered_view(31), 3, 4, 100))
-    assert [batch.tokens.shape for batch in batches] == [(4, 3)] * 3
+    assert [batch.tokens.shape for batch in batches] == [(4, 3), (4, 3), (2, 3)]
+    assert [batch.num_tokens for batch in batches] == [12, 12, 6]
     firsts = np.concatenate([batch.tokens[:, 0] // 3 for batch in batches]).tolist()
-    assert firsts == [*range(10), 0, 1]
+    assert firsts == list(range(10))
+
+
+@settings(deadline=None)
+@given(st.integers(1, 40), st.integers(1, 5), st.integers(1, 8), st.integers(1, 20))
+def test_ranks_evaluate_each_sequence_once_and_enter_as_many_batches(total, each, ranks, limit):
+    """10 sequences, 4 a rank: 2 ranks counted six of them twice, 8 ranks two four times."""
+    view = numbered_view(3 * total + 1)
+    parts = [
+        list(
+            evaluation_batches(
+                view, 3, each * ranks, limit, rows=slice(rank * each, (rank + 1) * each)
+            )
+        )
+        for rank in range(ranks)
+    ]
+    assert len({len(batches) for batches in parts}) == 1
+    counted = min(total, limit * each * ranks)
+    for batches in zip(*parts):
+        tokens = sum(batch.tokens.size for batch in batches)
+        assert {batch.num_tokens for batch in batches} == {tokens}
+        assert all(len(batch.tokens) == len(batch.targets) <= each for batch in batches)
+    firsts = [int(row[0]) // 3 for batches in parts for batch in batches for row in batch.tokens]
+    assert sorted(firsts) == list(range(counted))
+    if total >= limit * each * ranks:  # then all are of the shape they always had
+        assert all(len(batch.tokens) == each for batches in parts for batch in batches)
 
 
 def test_evaluation_of_less_than_a_sequence_is_refused():
