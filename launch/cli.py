@@ -93,7 +93,7 @@ def train(
     from moe.mesh_check import check_num_ranks
 
     config = load_config(source, overrides or ())
-    check_num_ranks(config.parallel, detect_ranks().size)
+    check_num_ranks(config.parallel, config.model, config.train, detect_ranks().size)
     if steps is not None and steps > config.train.steps:
         raise ConfigError(
             f"--steps {steps} is more than train.steps = {config.train.steps}: it can only stop "

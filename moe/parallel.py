@@ -11,11 +11,11 @@ from dataclasses import dataclass
 
 from moe.config import ModelConfig
 from moe.mesh import GroupKind, Mesh, Share
-from moe.mesh_check import check_num_ranks
 from offload.blocks import UnitLayout
 from offload.sharing import Sharing
 from ops.comm.base import Communicator, World
 from ops.comm.single import SingleRank
+from ops.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,8 @@ def open_groups(mesh: Mesh, world: World, model: ModelConfig) -> ParallelGroups:
 
     Raises ConfigError when the world has another number of ranks than the mesh.
     """
-    check_num_ranks(mesh.config, world.size)
+    if world.size != mesh.num_ranks:
+        raise ConfigError(f"the mesh has {mesh.num_ranks} ranks, but the world has {world.size}.")
 
     def group(kind: GroupKind, name: str) -> Communicator:
         groups = mesh.groups(kind)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import re
 import shlex
-from itertools import pairwise
 
 import pytest
 import typer.main
@@ -87,26 +86,60 @@ def test_every_preset_loads_and_plans(name: str) -> None:
     assert plan.fits, plan.problems
 
 
-def test_a_launch_of_a_preset_in_the_readme_is_one_that_fits() -> None:
-    """A newcomer copied the first command for many ranks, and its plan was refused."""
-    from launch.build import make_plans
+def run_commands() -> list[tuple[str, list[str]]]:
+    """Each `headrace train` and `headrace launch` of the documents, as (document, words).
 
-    commands = [
-        shlex.split(line)
-        for line in CODE.replace("\\\n", " ").splitlines()
-        if line.startswith("headrace launch")
-    ]
-    checked = 0
-    for words in commands:
-        source = words[words.index("train") + 1]
-        if source not in preset_names():
-            continue
-        overrides = [value for key, value in pairwise(words) if key == "--set"]
-        config = load_config(source, overrides)
-        assert config.parallel.num_ranks == int(words[words.index("-n") + 1])
-        assert all(item.plan.fits for item in make_plans(config)), words
-        checked += 1
-    assert checked
+    From code blocks and from the text; what stands for something else, as CONFIG does, is none.
+    """
+    found = []
+    for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))):
+        text = path.read_text(encoding="utf-8")
+        blocks = re.findall(r"^ *```[a-z]*\n(.*?)^ *```", text, flags=re.M | re.S)
+        lines = [x for block in blocks for x in block.replace("\\\n", " ").splitlines()]
+        prose = re.sub(r"^ *```.*?^ *```", "", text, flags=re.M | re.S)
+        for line in [*lines, *re.findall(r"`([^`]+)`", prose)]:
+            if not re.match(r"\s*headrace\s+(train|launch)\s", line):
+                continue
+            words = shlex.split(line, comments=True)
+            if not any(re.search(r"\[|\b[A-Z]{3,}\b", word) for word in words):
+                found.append((path.name, words))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("document", "words"), [pytest.param(*x, id=" ".join(x[1][1:])) for x in run_commands()]
+)
+def test_a_command_in_the_documents_is_one_that_would_start(
+    document: str, words: list[str]
+) -> None:
+    """Copied commands were refused: by the plan, or as they started too many ranks for the mesh."""
+    from launch.build import make_plans
+    from moe.mesh_check import check_num_ranks
+
+    shell = typer.main.get_command(app)
+    parsed = shell.make_context("headrace", words[1:])
+    command, num_ranks, arguments = words[1], 1, words[2:]
+    known = getattr(shell, "commands")  # noqa: B009
+    if command == "launch":
+        outer = known["launch"].make_context("launch", arguments, parent=parsed)
+        num_ranks, (command, *arguments) = outer.params["num_ranks"], outer.params["arguments"]
+        assert command == "train"
+    options = known["train"].make_context("train", arguments, parent=parsed).params
+    if options["source"] not in preset_names():
+        return
+    config = load_config(options["source"], options["overrides"] or ())
+    check_num_ranks(config.parallel, config.model, config.train, num_ranks)
+    assert (options["steps"] or 0) <= config.train.steps
+    for item in make_plans(config, resumed=options["resume"] is not None):
+        assert item.plan.fits, (document, item.plan.problems)
+
+
+def test_commands_are_found_in_blocks_and_in_the_text() -> None:
+    found = {(document, words[1]) for document, words in run_commands()}
+    assert {("README.md", "train"), ("README.md", "launch"), ("ascend.md", "launch")} <= found
+    assert any(
+        document == "ascend.md" and "tiny-moe" in words for document, words in run_commands()
+    )
 
 
 def test_the_page_tells_what_collectives_take_beside_the_budgets() -> None:

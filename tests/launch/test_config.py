@@ -100,7 +100,10 @@ def test_overrides_change_the_preset() -> None:
         ("offload.nvme.path=[a, a]", "allowed is each directory once"),
         ("parallel.data_parallel=0", "parallel.data_parallel = 0 is not possible"),
         ("parallel.model_parallel=8", "model.vocab_size = 260; allowed are 1, 2, 4."),
-        ("parallel.pipeline_stage=2", "model.num_hidden_layers = 3; allowed are 1, 3 with"),
+        (
+            "parallel.pipeline_stage=2",
+            "of each; allowed are 1, 3 or parallel.pipeline_layers = [2, 1].",
+        ),
         (
             "parallel.pipeline_layers=2",
             "parallel.pipeline_layers = 2 is not possible: allowed is a",
