@@ -13,6 +13,7 @@ by `moe/mesh_check.py`.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -276,14 +277,25 @@ def machines_crossed(mesh: Mesh, slots: Sequence[int]) -> dict[GroupKind, int]:
 
 
 def placement_warnings(mesh: Mesh, slots: Sequence[int]) -> list[str]:
-    """A sentence when operator-parallel groups cross machines, which slows every layer."""
+    """A sentence when operator-parallel groups cross machines, which slows every layer.
+
+    It names the smaller groups that the machines in use hold whole, of sizes that the same ranks
+    can be divided into.
+    """
     crossed = machines_crossed(mesh, slots)["op"]
     if not crossed:
         return []
     groups = len(mesh.groups("op"))
-    fitting = [n for n in range(1, mesh.op + 1) if all(count % n == 0 for count in slots)]
+    used = Counter(machines_of(mesh, slots)).values()
+    smallest = 2 if mesh.config.use_seq_parallel else 1  # which needs groups
+    fitting = [
+        n
+        for n in range(smallest, mesh.op)
+        if mesh.op % n == 0 and all(count % n == 0 for count in used)
+    ]
+    held = f"groups of {', '.join(map(str, fitting))}" if fitting else "no smaller groups"
     return [
         f"parallel.model_parallel = {mesh.op}: {crossed} of {groups} operator-parallel groups "
         "cross machines, and every layer waits for the network between them; machines of these "
-        f"sizes hold groups of {', '.join(map(str, fitting))} whole"
+        f"sizes hold {held} whole"
     ]

@@ -176,6 +176,18 @@ def test_an_operator_group_across_machines_is_warned_about():
     assert "1 of 3" in sentence
 
 
+def test_only_the_machines_in_use_decide_which_groups_they_hold():
+    """Eight ranks fill the first two of [4, 4, 3]; the third let nothing but groups of 1 fit."""
+    (sentence,) = placement_warnings(make_mesh(op=8), [4, 4, 3])
+    assert sentence.endswith("hold groups of 1, 2, 4 whole")
+    # Twelve ranks of [6, 6] in groups of 4: 3 fits, but is no part of them.
+    (sentence,) = placement_warnings(make_mesh(dp=3, op=4), [6, 6])
+    assert sentence.endswith("hold groups of 1, 2 whole")
+    mesh = make_mesh(dp=3, op=2, use_seq_parallel=True)
+    (sentence,) = placement_warnings(mesh, [3, 3])
+    assert sentence.endswith("hold no smaller groups whole")
+
+
 def test_machines_with_too_few_slots_are_refused():
     with pytest.raises(ConfigError, match=r"7 slots.*1 \* 4 \* 2 needs 8 ranks"):
         machines_crossed(make_mesh(dp=4, op=2), [4, 3])
