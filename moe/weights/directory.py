@@ -60,7 +60,7 @@ class ExportDirectory:
             os.makedirs(path, exist_ok=True)
             self._fd = self._claim()
         except OSError as error:
-            raise _refusal(path, error) from error
+            raise out_error(path, error) from error
         try:
             self._clear()
         except BaseException:
@@ -130,13 +130,12 @@ class ExportDirectory:
         os.close(self._fd)
 
     def require_room(self, nbytes: int) -> None:
-        """Raise ConfigError unless the file system has room for so many bytes."""
-        status = os.statvfs(self.path)
-        free = status.f_bavail * status.f_frsize
-        if free < nbytes:
-            raise ConfigError(
-                f"--out {self.path} needs {format_bytes(nbytes)} and has {format_bytes(free)} free"
-            )
+        """Raise StorageError unless the file system has room for so many bytes."""
+        try:
+            status = os.statvfs(self.path)
+        except OSError as error:
+            raise out_error(self.path, error) from error
+        require_room(self.path, nbytes, status.f_bavail * status.f_frsize)
 
     def write_json(self, name: str, data: Mapping[str, Any]) -> None:
         """A small file, durable; raises StorageError."""
@@ -175,11 +174,22 @@ def _is_named(fd: int, path: str) -> bool:
         return False
 
 
-def _refusal(path: str, error: OSError) -> HeadraceError:
+def require_room(path: str, nbytes: int, free_bytes: int) -> None:
+    """Raise StorageError unless what is written under `--out path` finds so many bytes free."""
+    if free_bytes < nbytes:
+        raise StorageError(
+            f"--out {path} needs {format_bytes(nbytes)} and has {format_bytes(free_bytes)} free; "
+            "free space or choose another directory",
+            path=path,
+            wanted_bytes=nbytes,
+        )
+
+
+def out_error(path: str, error: OSError) -> HeadraceError:
     """What to raise when `--out` cannot be used: refused, but a full or failing disk is a fault."""
     text = f"--out {path}: {describe_os_error(error)}"
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
-        return StorageError(text, path=error.filename)
+        return StorageError(text, path=error.filename or path)
     return ConfigError(text)
 
 

@@ -113,8 +113,9 @@ class Export:
         """Write and publish everything; returns the bytes of all data files.
 
         `facts` become `headrace.json`. `on_bytes` is told of the tensor bytes of each unit. Raises
-        ConfigError when the disk has too little room, StorageError when reading or writing fails.
+        StorageError when the disk has too little room, or reading or writing fails.
         """
+        directory.require_room(self.data_bytes)
         until = None if self._run.idle_expert_policy == "skip" else optimizer_step
         with ShardWriter(directory.path) as writer:
             shard_bytes = self._options.shard_bytes

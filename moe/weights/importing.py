@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from moe.checkpoint import saved_run
+from moe.weights.directory import out_error, require_room
 from moe.weights.export import OnBytes
 from moe.weights.facts import KEY, Facts
 from moe.weights.initial import TensorSource, initial_weights
@@ -22,8 +23,8 @@ from moe.weights.names import Match, model_shapes, require_size, size_of
 from moe.weights.reading import WeightFiles
 from offload.blocks import UnitLayout
 from offload.nvme.aligned import aligned_buffer, choose_access
-from offload.nvme.directory import rank_directory
-from offload.nvme.files import OsDirectoryFiles, describe_os_error
+from offload.nvme.directory import free_bytes_at, rank_directory
+from offload.nvme.files import OsDirectoryFiles
 from offload.nvme.handle import Handle
 from offload.nvme.recovery import read_slots
 from offload.nvme.store import NvmeStore
@@ -78,8 +79,8 @@ class Import:
     def write(self, path: str, on_bytes: OnBytes, pool: KernelPool) -> None:
         """Make the checkpoint under `path`; returns when it is durable.
 
-        Raises ConfigError when `path` holds a checkpoint, or the files not this model, or the disk
-        too little room; StorageError when reading or writing fails.
+        Raises ConfigError when `path` holds a checkpoint or cannot be used, or the files are not of
+        this model; StorageError when the disk has too little room, or reading or writing fails.
         """
         refuse_checkpoint(path)
         with ExitStack() as stack:
@@ -92,9 +93,9 @@ class Import:
                 )
             )
             moments = {stem: self._moments(stack, stem) for stem in MOMENTS if self._facts}
-            align = choose_access(_made(path)).alignment_bytes
+            align = _alignment_bytes(path, self.data_bytes)
             room = sum(round_up(x.nbytes(p), align) for x in self._layouts for p in _PARTS)
-            store = stack.enter_context(NvmeStore(path, room, rank=0))
+            store = stack.enter_context(_new_store(path, room))
             self._write_units(store, weights, moments, align, on_bytes, pool)
             store.publish(store.cut(self._meta))
 
@@ -170,15 +171,42 @@ def refuse_checkpoint(path: str) -> None:
     """Raise ConfigError when a checkpoint, or a part of one, lies under `path`."""
     directory = rank_directory(path, 0)
     is_there = os.path.lexists(os.path.join(path, RECORD_NAME))
-    if not is_there and os.path.isdir(directory):
-        is_there = bool(read_slots(directory, OsDirectoryFiles()))
+    try:
+        if not is_there and os.path.isdir(directory):
+            is_there = bool(read_slots(directory, OsDirectoryFiles()))
+    except OSError as error:
+        raise out_error(path, error) from error
     if is_there:
         raise ConfigError(f"--out {path} holds a checkpoint: choose another directory")
 
 
-def _made(path: str) -> str:
+def _alignment_bytes(path: str, nbytes: int) -> int:
+    """Make the directory `path`, see that so many bytes fit; what files there are aligned to."""
     try:
         os.makedirs(path, exist_ok=True)
+        require_room(path, nbytes, _free_bytes(path))
+        return choose_access(path).alignment_bytes
     except OSError as error:
-        raise ConfigError(f"--out {path}: {describe_os_error(error)}") from error
-    return path
+        raise out_error(path, error) from error
+
+
+def _new_store(path: str, room: int) -> NvmeStore:
+    """A store with room for so many bytes; what an interrupted import left is thrown away.
+
+    It says of `--out` what a store says of the keys of a run.
+    """
+    try:
+        require_room(path, room, _free_bytes(path))
+        return NvmeStore(path, room, rank=0, required_bytes=0)
+    except OSError as error:
+        raise out_error(path, error) from error
+    except ConfigError as error:
+        if isinstance(error.__cause__, OSError):
+            raise out_error(path, error.__cause__) from error
+        raise ConfigError(str(error).replace("offload.nvme.path:", "--out:", 1)) from None
+
+
+def _free_bytes(path: str) -> int:
+    """Room under `path`, with that of a data file that an interrupted import has left."""
+    directory = rank_directory(path, 0)
+    return free_bytes_at(directory if os.path.isdir(directory) else path)

@@ -162,9 +162,13 @@ class ShardWriter:
     """
 
     def __init__(self, directory: str) -> None:
-        """Find out how files there are written; raises OSError when none can be."""
+        """Find out how files there are written; raises StorageError when none can be."""
         self.directory = directory
-        self.access = choose_access(directory)
+        try:
+            self.access = choose_access(directory)
+        except OSError as error:
+            text = f"nothing can be written there: {describe_os_error(error)}"
+            raise StorageError(text, path=error.filename or directory) from error
         self.bytes_written = 0
         self._pool = ThreadPoolExecutor(_WRITERS, thread_name_prefix="export")
         self._room = threading.Semaphore(BUFFERS_MAX)
@@ -379,15 +383,19 @@ class FileSet:
         assert self.num_done == len(self.names), "some tensors were not appended as a whole"
 
     def publish(self) -> None:
-        """Give the files their names; they are whole. Raises OSError."""
+        """Give the files their names; they are whole. Raises StorageError."""
         for name in self.names:
             path = os.path.join(self._writer.directory, name)
-            os.rename(path + PARTIAL_SUFFIX, path)
+            try:
+                os.rename(path + PARTIAL_SUFFIX, path)
+            except OSError as error:
+                raise StorageError(describe_os_error(error), path=path) from error
 
     def abandon(self) -> None:
         """Close what is open."""
         for file in self._files.values():
-            file.close()
+            with contextlib.suppress(OSError):  # what failed before is told, or nothing was lost
+                file.close()
 
     def index(self) -> dict[str, Any]:
         """The index of the set, as `STEM.safetensors.index.json` has it."""

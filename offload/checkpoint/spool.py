@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from offload.checkpoint.units import SavedPart
+from offload.nvme.files import describe_os_error
 from ops.checksum import CHUNK_BYTES, checksum
 from ops.comm.base import World
 from ops.errors import StorageError
@@ -69,7 +70,15 @@ class Spool:
     """A file without a name in `directory`, which the closing of it removes."""
 
     def __init__(self, directory: str) -> None:
-        self._file = tempfile.TemporaryFile(dir=directory, buffering=0)  # noqa: SIM115
+        """Raises StorageError when there can be none."""
+        try:
+            self._file = tempfile.TemporaryFile(dir=directory, buffering=0)  # noqa: SIM115
+        except OSError as error:
+            raise StorageError(
+                "no file can be made for what another rank sends of the commit: "
+                f"{describe_os_error(error)}",
+                path=directory,
+            ) from error
         self._directory = directory
         self._end = 0
 
@@ -82,15 +91,25 @@ class Spool:
                 done += os.pwrite(self._file.fileno(), view[done:], start + done)
         except OSError as error:
             raise StorageError(
-                f"what another rank sent of the commit finds no room: {error.strerror}",
+                f"what another rank sent of the commit cannot be kept: {describe_os_error(error)}",
                 path=self._directory,
+                wanted_bytes=view.nbytes,
+                done_bytes=done,
             ) from error
         self._end += view.nbytes
         return start, view.nbytes, checksum(view)
 
     def read(self, offset: int, nbytes: int, digest: int, block: str) -> memoryview:
-        """The bytes that were kept there; StorageError when they are others now."""
-        data = os.pread(self._file.fileno(), nbytes, offset)
+        """The bytes that were kept there; StorageError when they cannot be read or are others."""
+        try:
+            data = os.pread(self._file.fileno(), nbytes, offset)
+        except OSError as error:
+            raise StorageError(
+                f"what another rank sent of the commit cannot be read: {describe_os_error(error)}",
+                path=self._directory,
+                offset=offset,
+                block=block,
+            ) from error
         if len(data) != nbytes or checksum(memoryview(data)) != digest:
             raise StorageError(
                 "what another rank sent of the commit was not kept whole",

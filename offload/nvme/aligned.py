@@ -131,7 +131,7 @@ def _probe(
         os.preadv(fd, [unit], 0)
     except OSError as error:
         if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
-            raise
+            raise OSError(error.errno, error.strerror, path) from None  # transfers name no file
         return AccessMode(False, alignment_bytes, f"O_DIRECT transfer refused: {_name(error)}")
     finally:
         os.close(fd)

@@ -371,7 +371,7 @@ def test_too_little_room_is_said_before_anything_is_written(tmp_path, pool, monk
     status = os.statvfs(tmp_path)
     small = type("Status", (), {"f_bavail": 10, "f_frsize": status.f_frsize})
     monkeypatch.setattr("moe.weights.directory.os.statvfs", lambda path: small)
-    with pytest.raises(ConfigError, match=r"needs .* and has 40\.0 KiB free"):
+    with pytest.raises(StorageError, match=r"needs .* and has 40\.0 KiB free"):
         export(tmp_path / "out", run, meta, reader)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from contextlib import ExitStack
 
 import numpy as np
@@ -52,6 +54,25 @@ def test_every_rank_gets_what_only_others_can_read(tmp_path):
     travelled = run_local(3, rank)
     assert travelled[0] and travelled[2], travelled
     assert not list(tmp_path.iterdir()), "the spool has no name"
+
+
+def test_faults_of_the_disk_name_directory_and_bytes(tmp_path, monkeypatch):
+    """Only a write was told as a storage fault; making and reading it ended in a traceback."""
+    with pytest.raises(StorageError, match=r"no file can be made.*ENOENT.*path="):
+        Spool(str(tmp_path / "nowhere"))
+    spool = Spool(str(tmp_path))
+    place = spool.append(np.arange(100, dtype=np.uint8))
+
+    def fail(*arguments):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "pread", fail)
+    with pytest.raises(StorageError, match=r"cannot be read: EIO.*offset=0, block=u/weight"):
+        spool.read(*place, "u/weight")
+    monkeypatch.setattr(os, "pwrite", fail)
+    with pytest.raises(StorageError, match=r"cannot be kept: EIO.*wanted_bytes=100, done_bytes=0"):
+        spool.append(np.arange(100, dtype=np.uint8))
+    spool.close()
 
 
 def test_what_is_spooled_is_verified(tmp_path):
