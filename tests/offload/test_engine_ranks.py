@@ -14,7 +14,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from offload.arena import Buffer
+from offload.blocks import UnitLayout
 from offload.config import OffloadConfig, OptimizerConfig
+from offload.engine import OffloadEngine
 from offload.testing import RandomDelays, Toy, budgets, smallest_budgets, toy_run
 from ops.comm.base import World
 from ops.comm.local import run_local
@@ -33,6 +36,7 @@ class Trained:
     pieces: list[tuple[str, int, np.ndarray]]
     applied: list[bool]
     peak: int
+    gathers: list[str]
 
 
 def skewed(step: int, layer: int) -> list[int]:
@@ -65,6 +69,29 @@ def with_window(path: Path, toy: Toy) -> OffloadConfig:
     return replace(config, device=device)
 
 
+def roomy_host(path: Path, toy: Toy) -> OffloadConfig:
+    """The least device memory, and a host that holds everything: nothing is cold."""
+    return replace(least(path, toy), host=roomy(path, toy).host)
+
+
+def uneven(path: Path, toy: Toy) -> OffloadConfig:
+    """Each rank of a group has budgets of its own."""
+    return (roomy, least, with_window, roomy_host)[toy.rank](path, toy)
+
+
+def note_gathers(engine: OffloadEngine) -> list[str]:
+    """The units that the engine gathers from now on, in the order in which it begins to."""
+    gathers, begun = engine._pipeline._gathers, []
+    gather = gathers.gather
+
+    def noted(layout: UnitLayout, name: str, source: Buffer, target: Buffer) -> None:
+        begun.append(name)
+        gather(layout, name, source, target)
+
+    gathers.gather = noted  # type: ignore[method-assign]
+    return begun
+
+
 def one_rank(
     world: World,
     toy: Toy,
@@ -82,7 +109,7 @@ def one_rank(
     with toy_run(
         toy, settings, optimizer, sharing=sharing, everyone=world, verify_leases=True, **options
     ) as run:
-        losses = []
+        losses, gathers = [], note_gathers(run.engine)
         for number in range(1, STEPS + 1):
             losses.append(run.step(number, 1e-2 / number))
             if evaluate and number % 2:
@@ -95,9 +122,8 @@ def one_rank(
         peak = run.engine.peak_bytes()["device"]
         assert peak <= settings.device.capacity
         outcomes = run.outcomes
-        return Trained(
-            losses, [x.grad_norm for x in outcomes], pieces, [x.applied for x in outcomes], peak
-        )
+        norms, applied = [x.grad_norm for x in outcomes], [x.applied for x in outcomes]
+        return Trained(losses, norms, pieces, applied, peak, gathers)
 
 
 def train(
@@ -177,6 +203,34 @@ def test_budgets_and_delays_change_no_bit_on_several_ranks(tmp_path, size, dtype
             assert one.losses == other.losses and one.norms == other.norms
         assert {n: w.tobytes() for n, w in weights(found).items()} == {
             n: w.tobytes() for n, w in weights(expected).items()
+        }
+
+
+@pytest.mark.parametrize("schedule", ["chased", "speculative"])
+@pytest.mark.parametrize(
+    ("size", "expert_parallel"), [(2, 1), pytest.param(3, 1, marks=pytest.mark.long), (4, 2)]
+)
+def test_ranks_of_a_group_may_have_different_budgets(tmp_path, size, expert_parallel, schedule):
+    """Device and host of each rank are its own affair: all enter the same gathers in one order.
+
+    What a rank keeps, reads ahead, spills or gathers early depends on its budgets. If a gather did,
+    others would wait for one that this rank does not enter, or enters in place of another.
+    """
+    toy = Toy(needed=skewed, micro_batches=size, expert_parallel=expert_parallel)
+    optimizer = replace(OPTIMIZER, update_schedule=schedule)
+    alike = train(size, toy, tmp_path / "alike", roomy, optimizer, evaluate=True)
+    for seed in (1, 2):
+        folder = tmp_path / f"uneven {seed}"
+        ranks = train(size, toy, folder, uneven, optimizer, seed=seed, evaluate=True)
+        assert len({rank.peak for rank in ranks}) > 1
+        for rank, (found, wanted) in enumerate(zip(ranks, alike)):
+            assert found.gathers == wanted.gathers, f"rank {rank}"
+            assert found.losses == wanted.losses and found.norms == wanted.norms
+        for first, found in enumerate(ranks):
+            twin = ranks[(first + expert_parallel) % size]
+            assert found.gathers == twin.gathers and len(found.gathers) > STEPS
+        assert {n: w.tobytes() for n, w in weights(ranks).items()} == {
+            n: w.tobytes() for n, w in weights(alike).items()
         }
 
 
