@@ -27,19 +27,22 @@ from offload.nvme.directory import rank_directory
 from ops.errors import ConfigError, StorageError
 
 # Other values would be another model, masters and moments that mean something else, or would have
-# no effect: the initial weights are made, and the cursor brings its own seed.
+# no effect: the initial weights are made, and the cursor brings its own seed. The cursor counts
+# sequences of one length in one part of the text.
 _STATE_KEYS = frozenset(
     {
         "train.weight_dtype",
         "train.compute_dtype",
         "train.freeze",
         "train.seed",
+        "train.seq_len",
         "optimizer.beta1",
         "optimizer.beta2",
         "optimizer.eps",
         "optimizer.weight_decay",
         "optimizer.decay_norms",
         "data.seed",
+        "data.held_out_fraction",
     }
 )
 RANKS_FACT = "ranks"

@@ -29,6 +29,7 @@ from launch.build import (
 from launch.config import RunConfig
 from launch.mesh_plan import mesh_lines
 from launch.origin import Origin, find_origin
+from launch.own_path import require_nothing_lost
 from launch.rank_store import RankStore, open_rank_store
 from launch.ranks import detect_ranks
 from launch.restore import restore_from
@@ -37,7 +38,7 @@ from launch.same_run import require_same_text
 from launch.world import AGREED
 from moe.data.bigram import bigram_nats_per_token
 from moe.data.load import RunData, load_data
-from moe.data.stream import BatchStream, Cursor, HeldOutBatch, evaluation_batches
+from moe.data.stream import ALL_ROWS, BatchStream, Cursor, HeldOutBatch, evaluation_batches
 from moe.mesh import Mesh, ParallelConfig
 from moe.parallel import ParallelGroups, open_groups
 from moe.save_plan import Saves, never
@@ -103,6 +104,7 @@ def run_training(
     mesh = Mesh(config.parallel)
     assert mesh.num_ranks == world.size, "the command line compares them"
     origin = find_origin(config, resume, world)
+    require_nothing_lost(config, origin, resume, world)
     if origin is None:  # a commit brings its weights
         check_start(config)
     start = starting_point(config, origin, resume is not None)
@@ -116,6 +118,8 @@ def run_training(
     with trace.span("start-up", "load data"):
         data = load_data(config.data, vocab_size=model.vocab_size, seq_len=train.seq_len)
         require_same_text(data.source, world)
+        # Of what cannot be read from here on nothing may have been discarded.
+        _stream(config, data, start.cursor)
         bigram = bigram_nats_per_token(data.train, data.held_out, model.vocab_size)
     observer.on_message(f"data: {data.describe()}")
     keeps_origin = origin is not None and origin.is_own
@@ -164,8 +168,9 @@ def _train(
     )
     parts.enter_context(closing(engine))
     step = TrainingStep(config.model, train, engine, stages, backend, groups)
+    batches = _stream(config, rank.data, start.cursor, rank.rows)
     trainer = Trainer(
-        train, config.optimizer, step, engine, store, _batches(rank, start.cursor),
+        train, config.optimizer, step, engine, store, batches,
         _held_out(rank), observer, stop, steps_limit, start.step, saves,
         groups.world, config.parallel.data_parallel, origin is not None and origin.in_place,
     )  # fmt: skip
@@ -284,15 +289,17 @@ def _end(observer: Observers, report: dict[str, Any], failure: BaseException | N
         raise failure
 
 
-def _batches(rank: _Rank, cursor: Cursor) -> BatchStream:
-    config = rank.config
+def _stream(
+    config: RunConfig, data: RunData, cursor: Cursor, rows: slice = ALL_ROWS
+) -> BatchStream:
+    """The batches to train on; DataError when the cursor is of another text."""
     return BatchStream(
-        rank.data.train,
+        data.train,
         config.train.seq_len,
         config.global_batch_sequences,
         cursor,
         vocab_size=config.model.vocab_size,
-        rows=rank.rows,
+        rows=rows,
     )
 
 

@@ -124,8 +124,8 @@ class BatchStream:
         if cursor.stream not in ("", identity):
             raise DataError(
                 f"the saved data position belongs to another text, held-out share or sequence "
-                f"length than {view.name} in sequences of {seq_len}; restore those, or begin "
-                "the data anew"
+                f"length than {view.name} in sequences of {seq_len}; restore those, or begin a run "
+                "on this text with train.init_from set to an export of the checkpoint"
             )
         if not 0 <= cursor.position < total:
             raise DataError(

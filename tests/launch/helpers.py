@@ -160,11 +160,11 @@ def run_python(code: str, *arguments: str, **options: Any) -> Completed:
 
 
 @cache
-def small_text() -> Path:
+def small_text(seed: int = 3) -> Path:
     """A short text that can be learnt. It is opened at once; reading CPython's takes seconds."""
     folder = Path(tempfile.mkdtemp(prefix="headrace-text-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    words = np.random.default_rng(3).integers(97, 123, (50, 4))
+    words = np.random.default_rng(seed).integers(97, 123, (50, 4))
     with TokenFileWriter(folder / "text.tokens", 257, 256) as writer:
         writer.append(words[np.random.default_rng(4).zipf(1.5, 5000) % 50].reshape(-1))
         writer.end_document()

@@ -107,6 +107,8 @@ def test_what_may_change_numbers_is_told_with_both_values(tmp_path: Path) -> Non
         ("optimizer.weight_decay=0.0", "0.1"),
         ("train.freeze=[norm]", r"\[\]"),
         ("train.seed=2", "1"),
+        ("train.seq_len=32", "64"),
+        ("data.held_out_fraction=0.2", "0.05"),
         ("data.seed=2", "1"),
         ("offload.idle_expert_policy=skip", "replay"),
     ],

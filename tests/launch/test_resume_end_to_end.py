@@ -18,6 +18,7 @@ from tests.launch.helpers import (
     copy_of,
     numbers_of,
     report_of,
+    small_text,
     steps_of,
     stop_by_signal,
 )
@@ -39,7 +40,8 @@ OTHER_WAYS = {
 }
 REFUSED = {
     "model.rope_theta=5000": ("model.rope_theta = 5000", "made with 10000.0"),
-    "train.seq_len=16": ("the saved data position", "sequence length"),
+    "train.seq_len=16": ("train.seq_len = 16", "made with 32"),
+    f"data.source={small_text(seed=5)}": ("the saved data position", "train.init_from"),
     "offload.nvme.capacity=2MiB": ("offload.nvme.capacity = 2.0 MiB", "retained commits"),
 }
 
