@@ -13,6 +13,7 @@ Threads: one part is used by one thread at a time; requests are made on the thre
 from __future__ import annotations
 
 import logging
+import os
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,9 +23,10 @@ from typing import Any
 
 from offload.checkpoint.read_ahead import ReadAhead, Request
 from offload.nvme.aligned import aligned_buffer
-from offload.nvme.files import describe_os_error
+from offload.nvme.files import OsDirectoryFiles, describe_os_error
 from offload.nvme.hold import Hold
 from offload.nvme.inspect import REQUEST_BYTES, InspectedStore
+from offload.nvme.recovery import read_slots
 from offload.nvme.table import StoredBlock
 from offload.nvme.verify import BlockReader, Damage
 from ops.checksum import CHUNK_BYTES, num_chunks
@@ -251,16 +253,32 @@ class CommitPart:
         if isinstance(found, memoryview):
             return found
         where: dict[str, Any] = {"path": found.path, "offset": found.offset, "block": found.block}
-        if self._hold is not None and self._hold.is_broken:
+        is_broken = self._hold is not None and self._hold.is_broken
+        is_replaced = self._hold is None and not self._store.is_retained(self.generation)
+        if (is_broken or is_replaced) and self._is_discarded():
+            raise StorageError(
+                f"commit {self.generation} was discarded while it was read: a new run has begun on "
+                "this path without --resume, or the store was deleted",
+                **where,
+            )
+        if is_broken:
             raise StorageError(
                 f"commit {self.generation} was given up while it was read: the run that owns the "
                 "store needed its room; raise offload.nvme.capacity or offload.keep_in_store, or "
                 "read a newer commit",
                 **where,
             )
-        if self._hold is None and not self._store.is_retained(self.generation):
+        if is_replaced:
             raise _superseded(self._store, self.generation)
         raise StorageError(found.reason, **where)
+
+    def _is_discarded(self) -> bool:
+        """Whether no manifest of this store is left: a run that goes on always has one."""
+        try:
+            slots = read_slots(self._store.directory, OsDirectoryFiles())
+        except OSError:
+            return not os.path.isdir(self._store.directory)
+        return not any(x.manifest and x.manifest.store_id == self.store_id for x in slots)
 
     def _stored(self, block: str) -> StoredBlock:
         stored = self.blocks.get(block)

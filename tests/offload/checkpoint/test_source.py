@@ -49,6 +49,19 @@ def flip(path, offset):
         file.write(bytes([byte ^ 1]))
 
 
+@pytest.mark.parametrize("commits", [0, 1])
+def test_a_commit_that_a_new_run_discards_is_not_said_to_have_made_room(tmp_path, commits):
+    """Its reader was told to raise offload.nvme.capacity, of which there was enough. The new run
+    may have no commit yet, or one of the same generation."""
+    make(str(tmp_path))
+    with CommitPart(directories(tmp_path), hold=True) as part:
+        make(str(tmp_path), sizes={"other": 40 * MIB}, commits=commits)
+        with pytest.raises(StorageError) as caught:
+            whole(part, "odd")
+    assert "commit 1 was discarded while it was read: a new run has begun on" in str(caught.value)
+    assert "capacity" not in str(caught.value)
+
+
 @pytest.mark.parametrize("access", [None, BUFFERED], ids=["probed", "buffered"])
 @pytest.mark.parametrize("num_paths", [1, 2])
 def test_every_block_is_read_whole_and_chunk_by_chunk(tmp_path, access, num_paths):
