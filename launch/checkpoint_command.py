@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from launch.export_command import export, import_checkpoint
+from launch.signals import terminate_as_interrupt
 from launch.terminal import byte_bar, say
 from offload.checkpoint.catalog import Checkpoint, find_checkpoints
 from offload.checkpoint.copy import choose_source, copy_checkpoint
@@ -37,8 +38,9 @@ PathsArgument = Annotated[
 
 
 @app.callback()
-def _group() -> None:
+def _group(context: typer.Context) -> None:
     """List, verify, copy, exchange and delete checkpoints."""
+    context.with_resource(terminate_as_interrupt())
 
 
 @app.command("list")

@@ -2,6 +2,9 @@
 
 The handler only sets an event; the trainer reads it at the step border and raises `Stopped`, so
 that no step is left half done. Handlers are those of the whole process: use from the main thread.
+
+Commands on checkpoints have no border to wait for: either signal ends them at once, by an
+exception, so that holds and locks are given up and what is not finished stays marked as that.
 """
 
 from __future__ import annotations
@@ -42,6 +45,22 @@ def stop_on_signals(stop: threading.Event) -> Iterator[None]:
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def terminate_as_interrupt() -> Iterator[None]:
+    """Within it, SIGTERM does what SIGINT does: it raises KeyboardInterrupt, which is status 130.
+
+    In a thread other than the main one, nothing: signals are not its business.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
 
 
 def _write(text: bytes) -> None:
