@@ -21,9 +21,9 @@ from launch.config import RunConfig
 from launch.environment import versions
 from launch.mesh_plan import as_ranges
 from launch.origin import goes_on_in_own_store
+from launch.world import RefusedByAll
 from moe.data.source import TokenSource
 from ops.comm.base import World
-from ops.errors import ConfigError
 
 LOCAL_KEYS = frozenset(
     {
@@ -50,7 +50,7 @@ _ABSENT = "not given"
 def require_same_settings(
     config: RunConfig, steps: int | None, resume: str | None, world: World
 ) -> None:
-    """Raise ConfigError on every rank unless all have the same settings, `LOCAL_KEYS` aside.
+    """Raise RefusedByAll on every rank unless all have the same settings, `LOCAL_KEYS` aside.
 
     `steps` and `resume` are what the options of `train` say; package versions are compared too.
     Entered by all ranks of `world`, before anything else; blocks for them.
@@ -70,7 +70,7 @@ def require_same_settings(
 
 
 def require_same_text(source: TokenSource, world: World) -> None:
-    """Raise ConfigError on every rank unless all of them read the same tokens.
+    """Raise RefusedByAll on every rank unless all of them read the same tokens.
 
     Entered by all ranks of `world`; blocks for them.
     """
@@ -85,7 +85,7 @@ def require_same_text(source: TokenSource, world: World) -> None:
 
 
 def _require_same(given: Mapping[str, Any], world: World, advice: str) -> None:
-    """Raise ConfigError naming keys, ranks and values unless `given` is the same on all ranks."""
+    """Raise RefusedByAll naming keys, ranks and values unless `given` is the same on all ranks."""
     if len(set(world.all_gather_object(_digest(given)))) == 1:
         return
     digests = world.all_gather_object({key: _digest(value) for key, value in given.items()})
@@ -97,7 +97,7 @@ def _require_same(given: Mapping[str, Any], world: World, advice: str) -> None:
     more = differing[_KEYS_SHOWN:]
     if more:
         said.append(f"and {', '.join(more)} differ too")
-    raise ConfigError(f"the ranks were not started alike: {'; '.join(said)}; {advice}.")
+    raise RefusedByAll(f"the ranks were not started alike: {'; '.join(said)}; {advice}.")
 
 
 def _by_rank(texts: list[str]) -> str:

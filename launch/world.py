@@ -19,6 +19,10 @@ AGREED = (Stopped, NumericAlarm)
 """Errors that all ranks raise in the same step; whoever raises them has made sure of that."""
 
 
+class RefusedByAll(ConfigError):
+    """A refusal that all ranks raise together, while none of them is in a collective."""
+
+
 def open_world(
     ranks: RankEnvironment, timeout_seconds: float = TIMEOUT_SECONDS, *, checked: bool = False
 ) -> World:
@@ -58,14 +62,17 @@ def shared_world(
 ) -> Iterator[World]:
     """`open_world`, and an end for all ranks together.
 
-    What is raised inside is passed on when all ranks raise it (`AGREED`) and when there is only
-    one. Any other error is shown here, and ends every rank with its exit status; so does an exit
-    with another status than 0.
+    What is raised inside is passed on when all ranks raise it (`AGREED`, `RefusedByAll`) and when
+    there is only one. Any other error is shown here, and ends every rank with its exit status; so
+    does an exit with another status than 0.
     """
     world = open_world(ranks, timeout_seconds, checked=checked)
     try:
         yield world
     except AGREED:
+        raise
+    except RefusedByAll:
+        world.free()  # or a rank that is quicker would end the others before they say why
         raise
     except BaseException as error:
         if ranks.size == 1:

@@ -156,6 +156,9 @@ def test_real_ranks_that_were_told_different_things_train_nothing(tmp_path: Path
     assert done.returncode == ConfigError.exit_code, done.stderr[-3000:]
     assert "train.seed is 1 on rank 0 and 2 on rank 1" in done.stderr
     assert "optimizer.learning_rate is 0.002 on rank 0 and 0.01 on rank 1" in done.stderr
+    for rank in (0, 1):  # none ends the other before it has said why
+        assert f"[rank {rank}] headrace: the ranks were not started alike: " in done.stderr
+    assert "MPI_ABORT" not in done.stderr
     assert not (tmp_path / "run").exists() and not (tmp_path / "nvme").exists()
 
 

@@ -11,7 +11,7 @@ import pytest
 import launch.cli
 from launch.config import RuntimeConfig, load_config
 from launch.ranks import SINGLE, RankEnvironment
-from launch.world import open_world, shared_world
+from launch.world import RefusedByAll, open_world, shared_world
 from ops.comm.base import TIMEOUT_SECONDS
 from ops.comm.single import SingleRank
 from ops.errors import ConfigError, NumericAlarm, Stopped
@@ -57,6 +57,7 @@ def test_an_error_of_a_single_rank_goes_its_usual_way() -> None:
         (SystemExit(), []),
         (NumericAlarm("all ranks say so"), []),
         (Stopped("all ranks say so"), []),
+        (RefusedByAll("all ranks say so"), []),
     ],
 )
 def test_what_ends_all_ranks_and_with_which_status(
@@ -179,3 +180,19 @@ def test_under_msrun_ranks_are_connected_by_mindspore(launched: Launched) -> Non
     status, out, err = launched.end()
     assert status == 0, err
     assert "rank 0: mindspore [0, 1, 2, 3]\n" in out
+
+
+def test_under_msrun_a_refusal_by_all_is_told_by_all(launched: Launched) -> None:
+    """Rank 0 keeps the counters that others still read; it ended before they had read them."""
+    program = in_a_world("""
+        world.barrier()
+        if rank:
+            threading.Event().wait(1)
+        raise RefusedByAll("they differ")
+    """)
+    program = program.replace("import shared_world", "import RefusedByAll, shared_world")
+    launched.start(program, "msrun", grace_seconds=30, scheduler=True)
+    status, _, err = launched.end()
+    assert status == ConfigError.exit_code, err
+    for rank in range(4):
+        assert "headrace: they differ\n" in launched.logs.rank_log(rank).read_text()
