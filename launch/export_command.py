@@ -77,6 +77,8 @@ def export(
             stack.callback(part.close)
         meta = parts[0].meta
         run = saved_run(meta)
+        stored = [block.nbytes for part in parts for block in part.blocks.values()]
+        run.require_held(len(parts), len(stored), sum(stored))
         ledger = saved_ledger(run, {rank: part.meta for rank, part in enumerate(parts)})
         directory = stack.enter_context(ExportDirectory(str(out)))
         pool = stack.enter_context(KernelPool(_num_threads()))

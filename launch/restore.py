@@ -23,7 +23,7 @@ from offload.engine import OffloadEngine
 from offload.ledger import Ledger
 from offload.nvme.directory import rank_directory
 from ops.comm.base import World
-from ops.errors import HeadraceError
+from ops.errors import HeadraceError, StorageError
 from ops.kernels.pool import KernelPool
 
 
@@ -41,6 +41,10 @@ def restore_from(
     chunk does not verify. What others send is kept in `directory` meanwhile.
     """
     run = origin.run()
+    if run.num_ranks != len(origin.stores):
+        raise StorageError(
+            f"the commit has {len(origin.stores)} parts, its mesh {run.num_ranks} ranks"
+        )
     layouts = engine.layouts()
     with ExitStack() as stack:
         parts, error = _open_mine(origin, stack)

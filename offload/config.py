@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from ops.units import parse_bytes
 from ops.validate import check_bool, check_choice, check_float, check_int, refuse
 
+IDLE_EXPERT_POLICIES = ("replay", "dense", "skip")
+
 
 def _size(key: str, value: object) -> int:
     try:
@@ -82,9 +84,7 @@ class OffloadConfig:
         check_choice("offload.pipeline", self.pipeline, ("overlap", "sync"))
         check_choice("offload.durability", self.durability, ("step", "checkpoint", "none"))
         check_int("offload.keep_in_store", self.keep_in_store, low=1, high=16)
-        check_choice(
-            "offload.idle_expert_policy", self.idle_expert_policy, ("replay", "dense", "skip")
-        )
+        check_choice("offload.idle_expert_policy", self.idle_expert_policy, IDLE_EXPERT_POLICIES)
         check_choice("offload.gradient_spill", self.gradient_spill, ("auto", "never", "always"))
         check_int("offload.replay_lag_max", self.replay_lag_max, low=1)
         check_choice("offload.codec", self.codec, ("none", "lz4"))

@@ -41,7 +41,7 @@ from offload.stats import Stats
 from offload.update_job import UpdateJob
 from offload.update_stream import UpdateStream
 from ops.clock import seconds
-from ops.errors import StorageError
+from ops.errors import ConfigError, StorageError
 from ops.kernels.adamw import AdamW
 
 
@@ -349,6 +349,7 @@ class OffloadEngine:
         assert store is not None and record is not None, "the store was not opened at a commit"
         run = self._restore_meta(record.meta)
         self._masters.restore(self._ledger.step, self._idle_are_skipped)
+        self._require_covered()
         return run
 
     def restore_from(self, meta: Mapping[str, Any], read: Fill) -> Mapping[str, Any]:
@@ -359,6 +360,7 @@ class OffloadEngine:
         """
         run = self._restore_meta(meta)
         self._masters.fill(read, self._ledger.step, self._idle_are_skipped)
+        self._require_covered()
         return run
 
     def _restore_meta(self, meta: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -368,10 +370,19 @@ class OffloadEngine:
             self._ledger.restore(saved["ledger"])
             self.scaler.restore(saved["loss_scale"])
             run = dict(meta["run"])
-        except (KeyError, TypeError, ValueError) as error:
-            raise StorageError(f"the commit says nothing of a run ({error!r})") from error
+        except (KeyError, TypeError, ValueError, ConfigError) as error:
+            raise StorageError(f"the commit says nothing usable of its run: {error!r}") from error
         self._shared.optimizer_step = self._ledger.step
         return run
+
+    def _require_covered(self) -> None:
+        """Raise StorageError unless the ledger has every step that some unit still misses."""
+        for unit in self._shared.units.values():
+            if not self._ledger.covers(unit.synced_step):
+                raise StorageError(
+                    f"the blocks of {unit.name} are of step {unit.synced_step}, and the ledger "
+                    f"tells of what they missed only from step {self._ledger.first}"
+                )
 
     @property
     def _idle_are_skipped(self) -> bool:

@@ -7,11 +7,14 @@ entry. Pure.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 from ops.kernels.adamw import AdamW
 from ops.kernels.arrays import F32
+
+STEP_MAX = 1 << 53
 
 
 class Ledger:
@@ -38,9 +41,43 @@ class Ledger:
         return {"step": self.step, "rates": [[step, rate] for step, rate in self._rates.items()]}
 
     def restore(self, data: Mapping[str, Any]) -> None:
-        """Become what `to_json` described; ValueError, KeyError or TypeError for anything else."""
-        self._rates = {int(step): float(rate) for step, rate in data["rates"]}
-        self.step = int(data["step"])
+        """Become what `to_json` described; ValueError, KeyError or TypeError for anything else.
+
+        The rates are those of consecutive steps, the last one is `step`; there may be none.
+        """
+        step, rows = data["step"], data["rates"]
+        if type(step) is not int or not 0 <= step <= STEP_MAX:
+            raise ValueError(
+                f"engine.ledger.step = {step!r}: allowed is a whole number from 0 to {STEP_MAX}"
+            )
+        if not isinstance(rows, list):
+            raise ValueError("engine.ledger.rates: allowed is a list of [step, rate]")
+        rates: dict[int, float] = {}
+        for number, row in enumerate(rows, step - len(rows) + 1):
+            if not isinstance(row, list) or len(row) != 2:
+                raise ValueError("engine.ledger.rates: each is a pair [step, rate]")
+            found, rate = row
+            if type(found) is not int or found != number or number < 1:
+                raise ValueError(
+                    f"engine.ledger.rates: {found!r} instead of step {number}; allowed are "
+                    f"{len(rows)} consecutive steps up to {step}"
+                )
+            if type(rate) not in (int, float) or not 0 <= rate < math.inf:
+                raise ValueError(
+                    f"engine.ledger.rates: {rate!r} at step {number}; allowed is a finite number "
+                    "of at least 0"
+                )
+            rates[number] = float(rate)
+        self._rates, self.step = rates, step
+
+    def covers(self, after: int) -> bool:
+        """Whether `table` has all steps behind `after`."""
+        return after >= self.step or after + 1 in self._rates
+
+    @property
+    def first(self) -> int:
+        """The oldest step whose rate is known; without any, the one to come."""
+        return min(self._rates, default=self.step + 1)
 
     def table(self, after: int, until: int, weight_decay: float) -> F32:
         """Scalars [until - after, 7] of the steps after `after` up to and with `until`."""

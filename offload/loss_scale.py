@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from offload.config import LossScaleConfig
+from ops.validate import check_float, check_int, refuse
 
 
 class LossScaler:
@@ -39,6 +40,17 @@ class LossScaler:
         return {"scale": self.scale, "good_steps": self.good_steps}
 
     def restore(self, data: Mapping[str, Any]) -> None:
-        """Go on where `to_json` was taken; KeyError, TypeError, ValueError for other data."""
+        """Go on where `to_json` was taken; ConfigError for other data."""
+        scale, good_steps = checked_loss_scale(data)
         if self.enabled:
-            self.scale, self.good_steps = float(data["scale"]), int(data["good_steps"])
+            self.scale, self.good_steps = scale, good_steps
+
+
+def checked_loss_scale(data: Mapping[str, Any]) -> tuple[float, int]:
+    """Scale and good steps of what `to_json` made; ConfigError for other data."""
+    key = "engine.loss_scale"
+    if not isinstance(data, Mapping):
+        raise refuse(key, data, "allowed is a mapping")
+    check_float(f"{key}.scale", data.get("scale"), low=0.0, open_low=True)
+    check_int(f"{key}.good_steps", data.get("good_steps"), low=0, high=1 << 53)
+    return float(data["scale"]), data["good_steps"]

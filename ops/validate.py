@@ -6,10 +6,15 @@ from collections.abc import Sequence
 
 from ops.errors import ConfigError
 
+_VALUE_MAX = 200
+
 
 def refuse(key: str, value: object, allowed: str) -> ConfigError:
-    """The error to raise for `value` at the dotted configuration `key`."""
-    return ConfigError(f"{key} = {value!r} is not possible: {allowed}.")
+    """The error to raise for `value` at the dotted configuration `key`; a long value is cut."""
+    text = repr(value)
+    if len(text) > _VALUE_MAX:
+        text = f"{text[:_VALUE_MAX]}..."
+    return ConfigError(f"{key} = {text} is not possible: {allowed}.")
 
 
 def check_int(key: str, value: object, *, low: int, high: int | None = None) -> None:
@@ -26,7 +31,10 @@ def check_float(
     """Raise ConfigError unless `value` is a finite number in [low, high] (or (low, high])."""
     fine = isinstance(value, (int, float)) and not isinstance(value, bool) and value == value
     if fine:
-        number = float(value)  # type: ignore[arg-type]
+        try:
+            number = float(value)  # type: ignore[arg-type]
+        except OverflowError:  # a whole number of hundreds of digits
+            number = float("inf")
         fine = number > low if open_low else number >= low
         fine = fine and number < float("inf") and (high is None or number <= high)
     if not fine:

@@ -201,6 +201,13 @@ class UnitReader:
         is_replayed = has_state and self._replays
         until = asked if asked is not None and is_replayed else version
         behind = [piece for piece in pieces if is_replayed and piece.version < until]
+        for piece in behind:
+            if not self._ledger.covers(piece.version):
+                raise StorageError(
+                    f"the blocks of {target.name} on rank {piece.rank} are of step "
+                    f"{piece.version}, and the ledger tells of what they missed only from step "
+                    f"{self._ledger.first}"
+                )
         without = () if moments or behind else MOMENTS
         reads, gaps = [], []
         for part in PARTS if has_state else PARTS[:1]:

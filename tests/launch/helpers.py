@@ -302,3 +302,10 @@ def numbers_of(folder: Path) -> list[list[Any]]:
 def report_of(folder: Path) -> dict[str, Any]:
     """`report.json`."""
     return json.loads((folder / "run/report.json").read_text())
+
+
+ENGINE_META = {
+    "ledger": {"step": 0, "rates": []},
+    "loss_scale": {"scale": 1.0, "good_steps": 0},
+}
+"""What an engine that has nothing to replay says of itself in a commit."""

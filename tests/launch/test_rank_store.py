@@ -29,6 +29,7 @@ from ops.comm.base import World
 from ops.comm.local import run_local
 from ops.comm.single import SingleRank
 from ops.errors import ConfigError, HeadraceError, StorageError
+from tests.launch.helpers import ENGINE_META
 from tests.launch.mesh_ranks import Case, make_config
 
 
@@ -59,7 +60,7 @@ def commit(config: RunConfig, opened: RankStore, step: int, *, until: str = "pub
     """Commit `step`; with `until` = "prepared" this rank gets no further than its own part."""
     cursor = Cursor(seed=1).to_json()
     run = {"step": step, "cursor": cursor, **save_plan(config).facts}
-    cut = opened.store.cut({"step": step, "run": run})
+    cut = opened.store.cut({"step": step, "engine": ENGINE_META, "run": run})
     if until == "published":
         opened.store.publish(cut, opened.agree)
         return

@@ -15,6 +15,7 @@ from moe.data.stream import Cursor
 from offload.nvme.store import NvmeStore
 from ops.comm.single import SingleRank
 from ops.errors import ConfigError, StorageError
+from tests.launch.helpers import ENGINE_META
 
 CURSOR = Cursor(epoch=1, position=8, seed=1, stream="x")
 
@@ -34,7 +35,8 @@ def begun(folder: Path, config: RunConfig) -> StartingPoint:
 def publish(store: NvmeStore, config: RunConfig, step: int) -> None:
     """Commit `step` of the run of `config`."""
     run = {"step": step, "cursor": CURSOR.to_json(), **save_plan(config).facts}
-    store.publish(store.cut({"step": step, "run": json.loads(json.dumps(run))}))
+    meta = {"step": step, "engine": ENGINE_META, "run": json.loads(json.dumps(run))}
+    store.publish(store.cut(meta))
 
 
 def going_on(folder: Path, was: RunConfig, now: RunConfig) -> StartingPoint:

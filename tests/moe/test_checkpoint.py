@@ -149,8 +149,14 @@ def meta_of(run: SavedRun) -> dict:
         "offload": {"idle_expert_policy": "replay"},
     }
     parallel = dataclasses.asdict(run.parallel)
-    facts = {"step": 3, "config": config, "ranks": run.num_ranks, "parallel": parallel}
-    return json.loads(json.dumps({"run": facts}))
+    cursor = {"epoch": 0, "position": 28, "seed": 1, "stream": "abc"}
+    facts = {"step": 3, "cursor": cursor, "config": config, "ranks": run.num_ranks}
+    engine = {
+        "ledger": {"step": 3, "rates": [[2, 0.1], [3, 0.2]]},
+        "loss_scale": {"scale": 1.0, "good_steps": 0},
+    }
+    meta = {"step": 3, "engine": engine, "run": {**facts, "parallel": parallel}}
+    return json.loads(json.dumps(meta))
 
 
 def test_a_commit_tells_which_run_made_it():
@@ -161,8 +167,38 @@ def test_a_commit_tells_which_run_made_it():
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        (lambda m: m.pop("run"), "'run'"),
-        (lambda m: m["run"].update(step="3"), "its step is no number"),
+        (lambda m: m.pop("run"), "run = None "),
+        (lambda m: m["run"].update(step="3"), r"run\.step = '3' .* whole number"),
+        (lambda m: m["run"].update(step=-1), r"run\.step = -1 "),
+        (lambda m: m["run"].update(step=4), r"step = 3 .*: allowed is that of run\.step, 4"),
+        (lambda m: m.update(step=None), r"step = None "),
+        (lambda m: m.update(run=[]), r"run = \[\] .* mapping"),
+        (lambda m: m["run"].update(config=3), r"run\.config = 3 "),
+        (lambda m: m["run"].pop("cursor"), r"run\.cursor = None "),
+        (lambda m: m["run"].update(cursor=[1]), r"run\.cursor = \[1\] .* mapping"),
+        (lambda m: m["run"]["cursor"].update(epoch=-1), r"run\.cursor\.epoch = -1 "),
+        (lambda m: m["run"]["cursor"].update(seed=1 << 80), r"run\.cursor\.seed = 12089"),
+        (lambda m: m["run"]["cursor"].update(stream=1), r"run\.cursor\.stream = 1 "),
+        (lambda m: m.pop("engine"), "engine = None "),
+        (lambda m: m.update(engine="x"), "engine = 'x' "),
+        (lambda m: m["engine"].pop("ledger"), r"engine\.ledger = None "),
+        (lambda m: m["engine"]["ledger"].update(step=4), r"engine\.ledger\.step = 4 .* at most 3"),
+        (lambda m: m["engine"]["ledger"].update(step=-1), r"engine\.ledger\.step = -1 "),
+        (lambda m: m["engine"]["ledger"].update(step=1e9), r"engine\.ledger\.step = 1000000000"),
+        (lambda m: m["engine"].pop("loss_scale"), r"engine\.loss_scale = None "),
+        (lambda m: m["engine"].update(loss_scale=[]), r"engine\.loss_scale = \[\] "),
+        (lambda m: m["engine"]["loss_scale"].pop("scale"), r"loss_scale\.scale = None "),
+        (lambda m: m["engine"]["loss_scale"].update(scale=0.0), r"loss_scale\.scale = 0\.0 "),
+        (lambda m: m["engine"]["loss_scale"].update(scale=10**400), r"loss_scale\.scale = 10"),
+        (lambda m: m["engine"]["loss_scale"].update(good_steps=-1), r"good_steps = -1 "),
+        (lambda m: m["run"]["config"]["offload"].clear(), "idle_expert_policy = None "),
+        (
+            lambda m: m["run"]["config"]["model"].update(num_hidden_layers=10**6),
+            r"9000007 units; .* 1048576",
+        ),
+        (lambda m: m["run"]["config"]["model"].update(vocab_size=10**12), r"model\.vocab_size"),
+        (lambda m: m["run"]["config"]["model"].update(rope_theta=10**400), r"model\.rope_theta"),
+        (lambda m: m["run"]["config"]["train"].update(seq_len=10**12), r"train\.seq_len"),
         (lambda m: m["run"].update(ranks=4), "it is of 4 ranks and of a mesh of 2"),
         (lambda m: m["run"]["config"]["model"].update(depth=3), "model.depth is not known"),
         (lambda m: m["run"]["config"]["model"].update(hidden_size=-1), "model.hidden_size"),
@@ -177,6 +213,59 @@ def test_what_tells_of_no_run_is_refused(change, why):
     change(meta)
     with pytest.raises(StorageError, match=why):
         saved_run(meta)
+
+
+@pytest.mark.parametrize(
+    ("rates", "why"),
+    [
+        ([[4, 0.4]], r"4 instead of step 5; .* up to 5"),
+        ([[3, 0.4], [5, 0.4]], "consecutive"),
+        ([[5, 0.4], [4, 0.4]], "consecutive"),
+        ([[5, 0.4], [5, 0.4]], "consecutive"),
+        ([[6, 0.4]], "up to 5"),
+        ([[x, 0.1] for x in range(0, 6)], "0 instead of step 0"),
+        ([[5, float("inf")]], "finite"),
+        ([[5, -1.0]], "finite"),
+        ([[5, "0.1"]], "finite"),
+        ([[5, True]], "finite"),
+        ([[5.0, 0.1]], "consecutive"),
+        ([[5]], "unpack|pair"),
+        ([5], "unpack|pair"),
+        (None, "iterable|list"),
+        ({}, "list"),
+    ],
+)
+def test_a_ledger_that_does_not_cover_its_steps_is_refused(rates, why):
+    """`export` ended with a KeyError: the number of the step that was not there."""
+    run = run_of(MESHES[0])
+    with pytest.raises(StorageError, match=why):
+        saved_ledger(run, {0: {"engine": {"ledger": {"step": 5, "rates": rates}}}})
+
+
+def test_a_unit_that_is_behind_what_the_ledger_tells_is_refused(pool):
+    run = run_of(MESHES[0])
+    parts = {0: part_of_units(units_of(run, 0), version=1)}
+    ledger = saved_ledger(run, {0: {"engine": {"ledger": {"step": 3, "rates": [[3, 0.1]]}}}})
+    target = next(x for x in units_of(run, 0) if not x.frozen)
+    blocks = [np.zeros(target.nbytes(part), np.uint8) for part in ("weight", "state")]
+    reader = UnitReader(parts, run.layouts, ledger, 0.1, pool)
+    with pytest.raises(StorageError, match=r"of step 1, and the ledger tells .* from step 3"):
+        reader.fill(target, *blocks, until=3)
+
+
+def test_a_model_larger_than_the_blocks_of_its_commit_is_refused():
+    """A manifest of a few blocks told of a model of 10^12 parameters: `export` made plans for
+    minutes before it looked at the first block."""
+    run = run_of(MESHES[0])
+    units = units_of(run, 0)
+    nbytes = sum(x.nbytes(part) for x in units for part in ("weight", "state"))
+    run.require_held(1, len(units), nbytes)
+    with pytest.raises(StorageError, match=rf"has {len(units) - 1} blocks, its model .* units"):
+        run.require_held(1, len(units) - 1, nbytes)
+    with pytest.raises(StorageError, match=r"has 100 bytes, its model .* parameters"):
+        run.require_held(1, len(units), 100)
+    with pytest.raises(StorageError, match="has 2 parts, its mesh 1 rank"):
+        run.require_held(2, len(units), nbytes)
 
 
 def test_the_ledger_of_all_ranks_goes_back_as_far_as_any():
