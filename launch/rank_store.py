@@ -8,24 +8,29 @@ and nothing can be refused any more, before any rank's store is emptied. So a st
 because another run is alive or the disk too full, costs no commit.
 
 A run that goes on from a commit of another mesh, in the same store, keeps that commit until its own
-first one is published: its blocks are new versions, written out of place.
+first one is published: its blocks are new versions, written out of place. Where ranks have changed
+their machines, each with a drive of its own, the parts and the record stay where they were so long.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from launch.build import open_store
 from launch.config import RunConfig
-from launch.origin import Origin, fail_together
+from launch.origin import Origin
+from launch.sighting import fail_together
 from offload.nvme.commit import Agree
 from offload.nvme.directory import rank_directory, ranks_under
+from offload.nvme.files import OsDirectoryFiles
+from offload.nvme.members import read_member
 from offload.nvme.opening import discard_store
 from offload.nvme.store import NvmeStore
 from offload.placement import MemoryPlan
-from offload.rank_commits import RankCommits, RecordFile
+from offload.rank_commits import RankCommits, RecordFile, published_copy
 from ops.comm.base import World
 from ops.errors import HeadraceError, StorageError
 from ops.trace import NO_TRACE, Tracer
@@ -82,27 +87,40 @@ def _publisher(
     config: RunConfig, store: NvmeStore, origin: Origin | None, record: RecordFile, world: World
 ) -> Agree | None:
     """What makes the commits of all ranks one; None for one rank that is alone in its store."""
-    commits = origin.record if origin is not None and origin.is_own else ()
-    more = any(len(commit.stores) > world.size for commit in commits)
-    # As many commits as are kept may be of the mesh before.
-    surplus = _Surplus(config, world.size, config.offload.keep_in_store if more else 0)
-    if world.size == 1:
-        if not commits:
-            if origin is not None and origin.is_own:
-                record.remove()  # a crash came before that
-            return None
-        # From its first commit on, that of one rank is the newest (`catalog.find_checkpoints`).
-        return _Then(lambda generation: record.remove(), surplus)
-    own = record if world.rank == 0 else None
-    ranks = world.split([list(range(world.size))], "commits")
-    facts = {"parallel": config.to_dict()["parallel"]}
+    stores = tuple(world.all_gather_object(store.store_id))
+    own = origin if origin is not None and origin.is_own else None
+    before = [own.stores, *(commit.stores for commit in own.record)] if own else []
+    more = any(x != stores for x in before)
     keep = config.offload.keep_in_store
-    agree = RankCommits(ranks, own, store.store_id, facts, keep, commits)
+    # As many commits as are kept may be of the stores before.
+    surplus = _Surplus(config, world.rank, stores, keep if more else 0)
+    copy = published_copy(store.directory)
+    if world.size == 1:
+        if own is None:
+            return None
+
+        def forget(generation: int) -> None:
+            # From now on the commit of one rank is the newest (`catalog.find_checkpoints`).
+            record.remove()
+            copy.remove()
+
+        return _Then(forget, surplus)
+    agree = RankCommits(
+        world.split([list(range(world.size))], "commits"),
+        record if world.rank == 0 else None,
+        store.store_id,
+        {"parallel": config.to_dict()["parallel"]},
+        keep,
+        own.record if own else (),
+        copy=copy,
+        epoch=own.epoch if own else 0,
+        line=own.line if own else "",
+    )
     return _Then(agree, surplus) if more else agree
 
 
 class _Then:
-    """Publishes commits; what the mesh before had beyond this one is given up in time."""
+    """Publishes commits; what earlier runs have beside their stores is given up in time."""
 
     def __init__(self, agree: Agree, surplus: _Surplus) -> None:
         self._agree = agree
@@ -114,12 +132,14 @@ class _Then:
 
 
 class _Surplus:
-    """Directories of ranks that this mesh does not have: an earlier run's, or of the commit that
-    this one goes on from, which keeps them until `commits` are published."""
+    """What lies under this rank's paths and is of none of the `stores` that the ranks have opened:
+    an earlier run's directories and record, or those of the commit that this run goes on from,
+    which keeps them until `commits` are published."""
 
-    def __init__(self, config: RunConfig, size: int, commits: int) -> None:
+    def __init__(self, config: RunConfig, rank: int, stores: Sequence[str], commits: int) -> None:
         self._paths = config.offload.nvme.paths
-        self._size = size
+        self._rank = rank
+        self._stores = stores
         self._commits_left = commits
         if commits == 0:
             self._give_up()
@@ -131,13 +151,27 @@ class _Surplus:
             self._give_up()
 
     def _give_up(self) -> None:
+        """Whatever is in use after all has a live owner, and stays."""
         for rank in ranks_under(self._paths[0]):
             directories = [rank_directory(path, rank) for path in self._paths]
-            if rank >= self._size and all(map(os.path.isdir, directories)):
+            if not self._is_open(rank, directories[0]) and all(map(os.path.isdir, directories)):
                 try:
                     discard_store(directories)
                 except (OSError, HeadraceError) as error:  # another rank was faster, or owns it
                     log.debug("%s: not removed: %s", directories[0], error)
+        if self._rank != 0 and not os.path.lexists(rank_directory(self._paths[0], 0)):
+            # The drive is not rank 0's, so neither is the record.
+            try:
+                RecordFile(self._paths[0]).remove()
+            except StorageError as error:
+                log.debug("%s", error)
+
+    def _is_open(self, rank: int, directory: str) -> bool:
+        """Whether this is the directory that `rank` has opened."""
+        if rank >= len(self._stores):
+            return False
+        member = read_member(directory, OsDirectoryFiles())
+        return rank == self._rank or (member and member.store_id) == self._stores[rank]
 
 
 def _try_to_open(
@@ -150,7 +184,8 @@ def _try_to_open(
 ) -> tuple[NvmeStore | None, HeadraceError | None]:
     """This rank's store, at its part of `origin` or empty; or why not."""
     is_own = origin is not None and origin.is_own
-    forget = record.remove if rank == 0 and not is_own else None
+    # Ranks with a drive of their own may have a record from when they were rank 0.
+    forget = None if is_own else record.remove
     newest = None
     if origin is not None and is_own and rank in origin.mine:
         newest = origin.generations[rank]

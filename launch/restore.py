@@ -12,7 +12,8 @@ from contextlib import ExitStack, closing
 from typing import Any
 
 from launch.config import RunConfig
-from launch.origin import Origin, fail_together
+from launch.origin import Origin
+from launch.sighting import fail_together
 from moe.checkpoint import SavedRun, saved_ledger
 from offload.blocks import UnitLayout
 from offload.checkpoint.read_ahead import ReadAhead

@@ -2,13 +2,21 @@
 
 Every rank makes its own part durable (`offload/nvme/commit.py`); that is a *prepared* commit. Then
 
-1. all ranks tell each other which generation of their store they have prepared, or why not;
+1. all ranks tell each other which generation of their store they have prepared;
 2. rank 0 writes the record of all of them beside its store, durably and at once;
-3. all ranks learn that it is there, and only then let go of the commit before.
+3. all ranks learn that it is there, and each writes a copy of it into its own directory;
+4. only then each lets go of the commit before.
+
+A rank that could not prepare its part does not come to 1: its run fails, which ends all ranks
+(`launch/world.py`), and those that wait in 1 with them; what bounds every wait in a collective
+bounds this one, too.
 
 A crash before 2 leaves some prepared parts that nobody takes: resuming asks the record for the
 generation of every rank, and a later one is discarded. A crash after 2 leaves the new commit whole
 on every rank. Nobody frees anything of the last commit before 3, so there is always one.
+
+The copies tell what has been published where rank 0's drive is not, and when its record is lost.
+One may be older than the record, by the commit during which a crash came, and never newer.
 
 The record is JSON, `commits.json` under the first path of rank 0 (`docs/formats/nvme_store.md`);
 one xxh3-64 covers it.
@@ -24,7 +32,7 @@ from typing import Any
 
 import numpy as np
 
-from offload.nvme.directory import remove_files
+from offload.nvme.directory import PUBLISHED_FILE_NAME, remove_files
 from offload.nvme.files import DirectoryFiles, OsDirectoryFiles, describe_os_error
 from offload.nvme.manifest import is_store_id
 from offload.nvme.members import replace_file
@@ -33,6 +41,7 @@ from ops.comm.base import Communicator
 from ops.errors import StorageError
 
 RECORD_NAME = "commits.json"
+_LINE = "line"
 _FORMAT = "headrace commits 1"
 _BYTES_MAX = 64 << 20
 
@@ -41,13 +50,19 @@ _BYTES_MAX = 64 << 20
 class RankCommit:
     """One commit of all ranks: rank r's part is generation `generations[r]` of store `stores[r]`.
 
-    `facts` are the run's: its mesh and its step.
+    `facts` are the run's: its mesh, and its line where that is not the store of rank 0.
     """
 
     epoch: int
     generations: tuple[int, ...]
     stores: tuple[str, ...]
     facts: Mapping[str, Any]
+
+    @property
+    def line(self) -> str:
+        """Names the runs that went on from each other, this one among them; epochs count in it."""
+        line = self.facts.get(_LINE)
+        return str(line) if is_store_id(line) else self.stores[0]
 
     def to_json(self) -> dict[str, Any]:
         """As JSON data."""
@@ -78,7 +93,8 @@ class RankCommit:
 class RecordFile:
     """The record under `path`, newest commit first; one process writes it, rank 0.
 
-    Under another `name` it is what a copy that is not finished will have as its record.
+    Under another `name` it is what a copy that is not finished will have as its record, or a rank's
+    copy of the record (`published_copy`).
     """
 
     def __init__(
@@ -128,6 +144,11 @@ class RecordFile:
         replace_file(self._files, self.path, _encode(commits))
 
 
+def published_copy(directory: str, files: DirectoryFiles | None = None) -> RecordFile:
+    """The copy of the record in the directory of a rank."""
+    return RecordFile(directory, files, PUBLISHED_FILE_NAME)
+
+
 def _encode(commits: Sequence[RankCommit]) -> bytes:
     fields = {"format": _FORMAT, "commits": [commit.to_json() for commit in commits]}
     text = json.dumps(fields)
@@ -155,7 +176,8 @@ class RankCommits:
 
     `ranks` is a communicator of all ranks for the publisher thread alone. `record` is rank 0's,
     None elsewhere; `store_id` is this rank's. `commits` are those the run was resumed at, newest
-    first; `keep` are retained.
+    first; `keep` are retained. `copy` is this rank's. `epoch`: the largest number of a commit that
+    is known of the `line` that the run goes on with ("": it begins one).
     """
 
     def __init__(
@@ -166,6 +188,10 @@ class RankCommits:
         facts: Mapping[str, Any],
         keep: int,
         commits: Sequence[RankCommit] = (),
+        *,
+        copy: RecordFile | None = None,
+        epoch: int = 0,
+        line: str = "",
     ) -> None:
         assert (record is not None) == (ranks.rank == 0)
         self._ranks = ranks
@@ -174,6 +200,9 @@ class RankCommits:
         self._facts = facts
         self._keep = keep
         self._commits = tuple(commits)
+        self._copy = copy
+        self._epoch = max(epoch, commits[0].epoch if commits else 0)
+        self._line = line
 
     def __call__(self, generation: int) -> None:
         """Publish the commit of which this rank has prepared `generation`; blocks for all ranks.
@@ -182,9 +211,10 @@ class RankCommits:
         """
         parts = self._ranks.all_gather_object([generation, self._store_id])
         error: BaseException | None = None
-        epoch = self._commits[0].epoch + 1 if self._commits else 1
         generations, stores = zip(*parts)
-        commit = RankCommit(epoch, generations, stores, self._facts)
+        is_told = self._line in ("", stores[0])
+        facts = self._facts if is_told else {**self._facts, _LINE: self._line}
+        commit = RankCommit(self._epoch + 1, generations, stores, facts)
         kept = (commit, *self._commits)[: self._keep]
         if self._record is not None:
             try:
@@ -197,4 +227,6 @@ class RankCommits:
             raise error
         if not done[0]:
             raise StorageError("rank 0 could not write the record of commits")
-        self._commits = kept
+        self._commits, self._epoch = kept, commit.epoch
+        if self._copy is not None:
+            self._copy.write(kept)

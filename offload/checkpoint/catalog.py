@@ -1,12 +1,10 @@
 """Which checkpoints there are under the paths of a store or of a copy, and whether each is whole.
 
-A checkpoint is a commit of all ranks. Where several ranks made it, the record of commits names its
-parts (`offload/rank_commits.py`), and nothing else does: a newer manifest may only have been
-prepared. Where one rank made it, its manifest is the commit; it is newer than the record if its
-generation is, because then a run of one rank went on after what the record names.
-
-Whole means: every part's manifest is there and decodes, and its data files are as long as it needs.
-Blocks are verified when they are read.
+A checkpoint is a commit of all ranks. Where several ranks made it, the record of commits or a
+rank's copy of it names its parts (`offload/rank_commits.py`), and nothing else does: a newer
+manifest may only have been prepared. Where one rank made it, its manifest is the commit; it is
+newer than the record if its generation is, because then a run of one rank went on after what the
+record names. Whole means that every part is (`offload/checkpoint/rank_parts.py`).
 
 Invariants: reads manifests only, writes nothing; keeps no block of any manifest. No file outside of
 the ranks' directories under the paths, and of the record, is looked at.
@@ -15,19 +13,16 @@ the ranks' directories under the paths, and of the record, is looked at.
 from __future__ import annotations
 
 import os
-import stat
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from offload.checkpoint.rank_parts import RankParts, look_at_ranks, why_given_up
 from offload.checkpoint.read_ahead import ReadAhead
 from offload.checkpoint.source import CommitPart
-from offload.nvme.directory import DATA_FILE_NAME, link_problem, rank_directory
-from offload.nvme.files import OsDirectoryFiles, describe_os_error
-from offload.nvme.inspect import find_stores, num_ranks_of
-from offload.nvme.manifest import Manifest
-from offload.nvme.recovery import read_slots, slot_name
-from offload.rank_commits import RECORD_NAME, RankCommit, RecordFile
+from offload.nvme.directory import link_problem, rank_directory, ranks_under
+from offload.nvme.inspect import num_ranks_of
+from offload.rank_commits import RECORD_NAME, RankCommit, RecordFile, published_copy
 from ops.errors import ConfigError, StorageError
 
 UNFINISHED_NAME = "commits.json.unfinished"
@@ -70,77 +65,130 @@ class Checkpoint:
         return [rank_directory(path, rank) for path in self.paths]
 
 
-@dataclass(frozen=True)
-class _Part:
-    """A commit in one rank's directory: its manifest without the blocks.
-
-    `ends`: how long each data file has to be; `nbytes`: what its extents take.
-    """
-
-    store_id: str
-    generation: int
-    retained: tuple[int, ...]
-    meta: Mapping[str, Any]
-    ends: tuple[int, ...]
-    nbytes: int
-    written_s: float
-
-
-@dataclass(frozen=True)
-class _Rank:
-    """What one rank's directories hold: `parts` by generation, and a clause for each bad slot."""
-
-    directories: list[str]
-    parts: Mapping[int, _Part]
-    problems: tuple[str, ...]
-
-    def problem_with(self, store_id: str, generation: int) -> str | None:
-        """Why the part of this generation is not whole, as a clause; None if it is."""
-        part = self.parts.get(generation)
-        if part is None:
-            why = f" ({'; '.join(self.problems)})" if self.problems else ""
-            return f"{self.directories[0]} holds no commit {generation}{why}"
-        if part.store_id != store_id:
-            return f"{self.directories[0]} holds another store ({part.store_id}, not {store_id})"
-        if len(part.ends) != len(self.directories):
-            return f"its store lies on {len(part.ends)} paths, {len(self.directories)} were named"
-        for directory, end in zip(self.directories, part.ends):
-            path = os.path.join(directory, DATA_FILE_NAME)
-            try:
-                status = os.lstat(path)
-            except OSError as error:
-                return f"{path}: {describe_os_error(error)}"
-            if not stat.S_ISREG(status.st_mode):
-                return f"{path} is no plain file"
-            if status.st_size < end:
-                return f"{path} has {status.st_size} bytes, commit {generation} needs {end}"
-        return None
-
-
 def find_checkpoints(paths: Sequence[str]) -> list[Checkpoint]:
     """The checkpoints under `paths` (those of the store, in its order), newest first.
 
     Reads every manifest once; may block for that. Raises ConfigError when there is none,
     StorageError when the record of commits is damaged.
     """
-    ranks = _look_at_all(paths)
-    record = RecordFile(paths[0]).read()
-    found = _of_one_rank(paths, ranks, record)
+    ranks = look_at_ranks(paths)
+    records, notes = _read_records(paths[0])
+    record = records[0] if records else ()
+    alone = _of_one_rank(paths, ranks, record)
+    older = [x for x in alone if record and is_newer(x, record[0]) is False]
+    found = [x for x in alone if x not in older]
     recorded = [_recorded(paths, ranks, commit) for commit in record]
     if recorded:
-        # What cannot be read may have been newer, and what it kept no longer what is here.
-        told = recorded[0].present
-        notes = [f"rank {rank}: {x}" for rank in told for x in ranks[rank].problems]
-        recorded[0] = replace(recorded[0], notes=tuple(notes))
+        recorded[0] = replace(recorded[0], notes=_beside(recorded[0], ranks))
     found += recorded
+    found += older
     unfinished = None if found else unfinished_copy(paths[0])
     if unfinished is not None:
         found = [_recorded(paths, ranks, unfinished, is_published=False)]
     if not found:
+        if notes:
+            raise StorageError("; ".join(notes), path=paths[0])
         found = _unrecorded(paths, ranks)
     if not found:
-        raise ConfigError(f"{paths[0]} holds no checkpoint: nothing has been committed there")
+        raise _nothing(paths)
+    if notes:
+        found[0] = replace(found[0], notes=(*found[0].notes, *notes))
     return found
+
+
+@dataclass(frozen=True)
+class Sight:
+    """What one rank sees of commits under its paths, for all ranks to choose from.
+
+    `records`: one for each line of runs (`RankCommit.line`), the one that counts here first.
+    `alone`: the commits of one rank, newest first. `notes`: what could not be read beside the
+    newest of the records. `nothing`: where there are neither commits nor records, why, and
+    `is_published`: whether something is here nevertheless that was once part of a commit.
+    `problem`: what is here and cannot be read, "" for nothing.
+    """
+
+    records: tuple[tuple[RankCommit, ...], ...] = ()
+    alone: tuple[Checkpoint, ...] = ()
+    notes: tuple[str, ...] = ()
+    nothing: str = ""
+    is_published: bool = False
+    problem: str = ""
+
+
+def look_around(paths: Sequence[str]) -> Sight:
+    """What is under `paths`; reads every manifest once. StorageError when the record is damaged."""
+    records, notes = _read_records(paths[0])
+    try:
+        ranks = look_at_ranks(paths)
+    except ConfigError as error:
+        return Sight(tuple(records), nothing=str(error))
+    alone = tuple(_of_one_rank(paths, ranks, records[0] if records else ()))
+    if not records and not alone:
+        unfinished = unfinished_copy(paths[0])
+        records = [] if unfinished is None else [(unfinished,)]
+    if records or alone:
+        beside = _beside(_recorded(paths, ranks, records[0][0]), ranks) if records else ()
+        return Sight(tuple(records), alone, (*beside, *notes))
+    try:
+        missing = [clause for x in _unrecorded(paths, ranks) for clause in x.missing]
+    except StorageError as error:
+        return Sight(nothing=str(error), problem=str(error))
+    # The first commit of a store may only have been prepared; before a later one it was published.
+    parts = [part for rank in ranks.values() for part in rank.parts.values()]
+    return Sight(
+        nothing="; ".join(missing) or str(_nothing(paths)),
+        is_published=any(part.generation > 1 for part in parts),
+        problem="; ".join(notes),
+    )
+
+
+def is_newer(alone: Checkpoint, head: RankCommit) -> bool | None:
+    """Whether a commit of one rank came after `head` of a record; None: they are not of one line.
+
+    A run of one rank goes on in the store of rank 0. One of several ranks has begun in another
+    place, and what it began with is left there.
+    """
+    (generation,), (store_id,) = alone.generations, alone.stores
+    if store_id == head.stores[0]:
+        return generation > head.generations[0]
+    return False if store_id == head.line else None
+
+
+def _beside(recorded: Checkpoint, ranks: Mapping[int, RankParts]) -> tuple[str, ...]:
+    """What cannot be read beside its parts: it may be newer, and keep no longer what is here."""
+    return tuple(f"rank {x}: {why}" for x in recorded.present for why in ranks[x].problems)
+
+
+def _nothing(paths: Sequence[str]) -> ConfigError:
+    return ConfigError(f"{paths[0]} holds no checkpoint: nothing has been committed there")
+
+
+def _read_records(path: str) -> tuple[list[tuple[RankCommit, ...]], list[str]]:
+    """The records of commits under `path`, the one that counts first; and damaged copies.
+
+    A copy counts beside `commits.json` when it is of the same line of runs and newer: then rank 0
+    has been elsewhere since. Without `commits.json` the newest of each line counts. StorageError
+    when `commits.json` is damaged.
+    """
+    found: dict[str, tuple[RankCommit, ...]] = {}
+    notes: list[str] = []
+    record = RecordFile(path).read() if os.path.isdir(path) else ()
+    if record:
+        found[record[0].line] = record
+    for directory in (rank_directory(path, rank) for rank in ranks_under(path)):
+        if link_problem(directory) is not None:
+            continue
+        try:
+            copy = published_copy(directory).read()
+        except StorageError as error:
+            notes.append(str(error))
+            continue
+        if not copy or (record and copy[0].line != record[0].line):
+            continue
+        known = found.get(copy[0].line)
+        if known is None or known[0].epoch < copy[0].epoch:
+            found[copy[0].line] = copy
+    return sorted(found.values(), key=lambda x: x[0].epoch, reverse=True), notes
 
 
 def unfinished_copy(path: str) -> RankCommit | None:
@@ -154,41 +202,7 @@ def unfinished_copy(path: str) -> RankCommit | None:
 
 def parts_here(paths: Sequence[str], commit: RankCommit) -> Checkpoint:
     """What there is under `paths` of a commit whose record is elsewhere; ConfigError for none."""
-    return _recorded(paths, _look_at_all(paths), commit)
-
-
-@dataclass(frozen=True)
-class SeenPart:
-    """One rank's part as it is seen from here: `problem` (None: it can be read), what it says, and
-    the bytes its extents take."""
-
-    problem: str | None
-    meta: Mapping[str, Any]
-    nbytes: int
-
-
-def look_at_parts(
-    paths: Sequence[str], generations: Sequence[int], stores: Sequence[str]
-) -> dict[int, SeenPart]:
-    """Every part of a commit whose parts are known, by rank; reads manifests, raises nothing."""
-    found = {}
-    for rank, (generation, store_id) in enumerate(zip(generations, stores)):
-        directories = [rank_directory(path, rank) for path in paths]
-        problem = next(filter(None, map(link_problem, directories)), None)
-        if problem is None and not os.path.isdir(directories[0]):
-            problem = f"no directory {directories[0]}"
-        if problem is not None:
-            found[rank] = SeenPart(problem, {}, 0)
-            continue
-        seen = _look_at(directories)
-        problem = seen.problem_with(store_id, generation)
-        if problem is None and len(stores) > 1:
-            problem = _given_up(seen, store_id, generation)
-        part = seen.parts.get(generation)
-        found[rank] = SeenPart(
-            problem, {} if part is None else part.meta, 0 if part is None else part.nbytes
-        )
-    return found
+    return _recorded(paths, look_at_ranks(paths), commit)
 
 
 def open_parts(
@@ -229,70 +243,17 @@ def _require_recorded(checkpoint: Checkpoint) -> None:
     if checkpoint.num_ranks == 1:
         return
     path = checkpoint.paths[0]
-    if os.path.lexists(os.path.join(path, RECORD_NAME)):
-        if any(commit.generations == checkpoint.generations for commit in RecordFile(path).read()):
+    records, _ = _read_records(path)
+    if records:
+        if any(commit.generations == checkpoint.generations for commit in records[0]):
             return
     elif not os.path.isdir(rank_directory(path, 0)) or unfinished_copy(path) is not None:
         return  # the record is another machine's, or there is nobody who would supersede it
     raise StorageError("the checkpoint has been superseded while it was being opened", path=path)
 
 
-def _rank_of(directory: str, path: str) -> int:
-    if os.path.normpath(directory) == os.path.normpath(path):
-        above = os.path.dirname(os.path.normpath(path)) or "."
-        raise ConfigError(f"{path} is the directory of one rank; name the one above it, {above}")
-    return int(os.path.basename(directory).removeprefix("rank-"))
-
-
-def _look_at_all(paths: Sequence[str]) -> dict[int, _Rank]:
-    return {_rank_of(found[0], paths[0]): _look_at(found) for found in find_stores(paths)}
-
-
-def _look_at(directories: list[str]) -> _Rank:
-    parts: dict[int, _Part] = {}
-    problems = []
-    try:
-        slots = read_slots(directories[0], OsDirectoryFiles())
-    except OSError as error:
-        return _Rank(directories, {}, (describe_os_error(error),))
-    newest: Manifest | None = None
-    for slot in slots:
-        name = slot_name(slot.index)
-        if slot.manifest is not None and (
-            newest is None or slot.manifest.generation > newest.generation
-        ):
-            newest = slot.manifest
-        if slot.manifest is None:
-            problems.append(f"{name}: {slot.problem}")
-        elif slot.manifest.generation in parts:
-            problems.append(f"{name}: generation {slot.manifest.generation} is there twice")
-        else:
-            path = os.path.join(directories[0], name)
-            parts[slot.manifest.generation] = _part(slot.manifest, path)
-    gone = set(newest.slots if newest else ()) - {slot.index for slot in slots}
-    problems += [f"{slot_name(index)}: is missing" for index in sorted(gone)]
-    return _Rank(directories, parts, tuple(problems))
-
-
-def _part(manifest: Manifest, path: str) -> _Part:
-    ends, nbytes = [0] * len(manifest.file_bytes), 0
-    for stored in manifest.blocks.values():
-        for extent in stored.extents:
-            nbytes += extent.nbytes
-            ends[extent.drive] = max(ends[extent.drive], extent.offset + extent.nbytes)
-    return _Part(
-        store_id=manifest.store_id,
-        generation=manifest.generation,
-        retained=manifest.retained,
-        meta=manifest.meta,
-        ends=tuple(ends),
-        nbytes=nbytes,
-        written_s=_mtime_s(path),
-    )
-
-
 def _of_one_rank(
-    paths: Sequence[str], ranks: Mapping[int, _Rank], record: Sequence[RankCommit]
+    paths: Sequence[str], ranks: Mapping[int, RankParts], record: Sequence[RankCommit]
 ) -> list[Checkpoint]:
     """The commits that a run of one rank made, newest first, where they are the newest or kept."""
     rank = ranks.get(0)
@@ -328,7 +289,7 @@ def _of_one_rank(
 
 def _recorded(
     paths: Sequence[str],
-    ranks: Mapping[int, _Rank],
+    ranks: Mapping[int, RankParts],
     commit: RankCommit,
     is_published: bool = True,
 ) -> Checkpoint:
@@ -340,7 +301,9 @@ def _recorded(
         if rank is None:
             missing.append(f"rank {number}: no directory {rank_directory(paths[0], number)}")
             continue
-        problem = rank.problem_with(store_id, generation) or _given_up(rank, store_id, generation)
+        problem = rank.problem_with(store_id, generation) or why_given_up(
+            rank, store_id, generation
+        )
         if problem is not None:
             missing.append(f"rank {number}: {problem}")
             continue
@@ -365,25 +328,7 @@ def _recorded(
     )
 
 
-def _given_up(rank: _Rank, store_id: str, generation: int) -> str | None:
-    """Why a part is not kept any more although its manifest is there: one rank alone went on."""
-    later = [
-        part
-        for part in rank.parts.values()
-        if part.generation > generation
-        and part.store_id == store_id
-        and num_ranks_of(part.meta) == 1
-    ]
-    newest = max(later, key=lambda part: part.generation, default=None)
-    if newest is None or generation in newest.retained:
-        return None
-    return (
-        f"commit {generation} was given up by a run of one rank that went on after it "
-        f"(commit {newest.generation})"
-    )
-
-
-def _unrecorded(paths: Sequence[str], ranks: Mapping[int, _Rank]) -> list[Checkpoint]:
+def _unrecorded(paths: Sequence[str], ranks: Mapping[int, RankParts]) -> list[Checkpoint]:
     """What ranks have prepared where no record says what belongs together: incomplete."""
     parts = {
         number: max(rank.parts.values(), key=lambda part: part.generation)
@@ -418,10 +363,3 @@ def _unrecorded(paths: Sequence[str], ranks: Mapping[int, _Rank]) -> list[Checkp
 def _step(meta: Mapping[str, Any]) -> int | None:
     step = meta.get("step")
     return step if type(step) is int else None
-
-
-def _mtime_s(path: str) -> float:
-    try:
-        return os.lstat(path).st_mtime
-    except OSError:
-        return 0.0

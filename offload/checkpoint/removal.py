@@ -1,8 +1,9 @@
 """Deleting a checkpoint: the store or the copy under its paths, as a whole.
 
-The record goes first and then every manifest, durably, before any data: what is half deleted is
-never read as live, and deleting it again goes on. Nothing is followed through links, and only what
-stores and copies make is removed.
+The copies of the record go first, then the record, then every manifest, durably, before any data:
+until the record is gone all of it is whole, what is half deleted is never read as live, and
+deleting it again goes on. Nothing is followed through links, and only what stores and copies make
+is removed.
 
 A store that somebody owns or reads is refused.
 """
@@ -21,7 +22,7 @@ from offload.nvme.hold import held_generations
 from offload.nvme.inspect import find_stores
 from offload.nvme.lock import OwnerLock
 from offload.nvme.members import read_member
-from offload.rank_commits import RecordFile
+from offload.rank_commits import RecordFile, published_copy
 from ops.errors import ConfigError, StorageError
 
 _FILES = OsDirectoryFiles()
@@ -43,6 +44,8 @@ def delete_checkpoint(paths: Sequence[str]) -> None:
         for found in ranks:
             _check(found)
         try:
+            for found in ranks:
+                published_copy(found[0]).remove()
             RecordFile(paths[0]).remove()
             RecordFile(paths[0], name=UNFINISHED_NAME).remove()
             for found in ranks:

@@ -26,6 +26,8 @@ from ops.units import format_bytes
 log = logging.getLogger(__name__)
 
 DATA_FILE_NAME = "data.bin"
+PUBLISHED_FILE_NAME = "published.json"
+"""A rank's copy of the record of commits (`offload/rank_commits.py`)."""
 _RANK_NAME = re.compile(r"rank-[0-9]{5}")
 REQUEST_BYTES_MAX = 8 << 20
 
@@ -123,7 +125,8 @@ def _refuse_foreign_files(directory: str, used_before: bool) -> None:
     """
     for name in os.listdir(directory):
         path = os.path.join(directory, name)
-        is_ours = name in (DATA_FILE_NAME, MEMBER_FILE_NAME) or slot_index(name) is not None
+        own = (DATA_FILE_NAME, MEMBER_FILE_NAME, PUBLISHED_FILE_NAME)
+        is_ours = name in own or slot_index(name) is not None
         is_ours = is_ours or is_temporary(name)
         if is_ours and not (used_before and stat.S_ISREG(os.lstat(path).st_mode)):
             raise ConfigError(
@@ -175,7 +178,7 @@ def delete_store_files(directories: Sequence[str], files: DirectoryFiles) -> Non
     """Remove what stores make, but for the locks; commits first, as a crash may come between."""
     for directory in directories:
         names = files.list(directory)
-        remove_files(directory, (x for x in names if slot_index(x) is not None), files)
+        remove_files(directory, filter(is_commit, names), files)
         files.sync_directory(directory)
         own = (DATA_FILE_NAME, MEMBER_FILE_NAME)
         remove_files(directory, (x for x in names if x in own or is_temporary(x)), files)
@@ -188,7 +191,12 @@ def remove_files(directory: str, names: Iterable[str], files: DirectoryFiles) ->
         files.unlink(os.path.join(directory, name))
 
 
+def is_commit(name: str) -> bool:
+    """Whether a file says that something is committed: a manifest, or the copy of the record."""
+    return name == PUBLISHED_FILE_NAME or slot_index(name) is not None
+
+
 def is_temporary(name: str) -> bool:
     """Whether a crash between two steps of replacing a small file has left it."""
     stem = name.removesuffix(TEMPORARY_SUFFIX)
-    return stem != name and (stem == MEMBER_FILE_NAME or slot_index(stem) is not None)
+    return stem != name and (stem == MEMBER_FILE_NAME or is_commit(stem))

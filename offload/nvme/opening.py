@@ -24,6 +24,7 @@ from offload.nvme.directory import (
     check_free_space,
     delete_store_files,
     free_bytes_at,
+    is_commit,
     is_temporary,
     lock_directory,
     path_error,
@@ -206,10 +207,9 @@ class Opening:
     def _discard(self, directories: list[str], names: list[dict[str, int]]) -> None:
         """Durably remove what an earlier store left, but for its data, and say what it was."""
         for directory, lengths in zip(directories, names):
-            slots = [name for name in lengths if slot_index(name) is not None]
-            if slots:
+            if any(slot_index(name) is not None for name in lengths):
                 log.warning("%s: discarded %s", directory, self._newest_commit(directory))
-            leftovers = slots + list(filter(is_temporary, lengths))
+            leftovers = [name for name in lengths if is_commit(name) or is_temporary(name)]
             remove_files(directory, leftovers, self.directory_files)
             remove_holds(directory, lengths, self.directory_files)
             if leftovers:

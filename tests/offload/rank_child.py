@@ -25,7 +25,7 @@ import numpy as np
 
 from offload.config import OffloadConfig, OptimizerConfig
 from offload.nvme.commit import Agree, CommitCut, CommitRecord
-from offload.rank_commits import RankCommit, RankCommits, RecordFile
+from offload.rank_commits import RankCommit, RankCommits, RecordFile, published_copy
 from offload.testing import Toy, ToyRun, budgets, smallest_budgets, toy_run
 from offload.testing_kill import KillingDirectoryFiles, KillPoint
 from ops.comm.base import World
@@ -145,7 +145,9 @@ def live(
         ranks = world.split([list(range(world.size))], "commits")
         mine = record if world.rank == 0 else None
         keep = config.keep_in_store
-        publisher.append(RankCommits(ranks, mine, run.store.store_id, {}, keep, commits))
+        copy = published_copy(run.store.directory, KillingDirectoryFiles(point, "copy"))
+        store_id = run.store.store_id
+        publisher.append(RankCommits(ranks, mine, store_id, {}, keep, commits, copy=copy))
         publish = run.store.publish
 
         def publish_and_tell(cut: CommitCut, agree: Agree | None = None) -> CommitRecord:

@@ -35,8 +35,11 @@ from tests.offload.rank_child import (
 )
 
 # Each with the number of calls in two commits, about: `prepared` is a rank's part that the record
-# does not name yet, `recorded` the time before what the record no longer names is freed.
-PHASES = {"write": 6, "fsync": 4, "rename": 2, "prepared": 2, "record": 8, "recorded": 2}
+# does not name yet, `copy` that of the record beside it, `recorded` the time before what the record
+# no longer names is freed.
+PHASES = {
+    "write": 6, "fsync": 4, "rename": 2, "prepared": 2, "record": 8, "copy": 8, "recorded": 2,
+}  # fmt: skip
 STEPS_A_LIFE = 3
 KILLS_A_RUN = 12
 

@@ -13,8 +13,15 @@ import numpy as np
 import pytest
 
 from offload.config import OptimizerConfig
-from offload.rank_commits import RECORD_NAME, RankCommit, RankCommits, RecordFile
+from offload.rank_commits import (
+    RECORD_NAME,
+    RankCommit,
+    RankCommits,
+    RecordFile,
+    published_copy,
+)
 from offload.testing import Toy, budgets, smallest_budgets, toy_run
+from offload.testing_storage import FaultyDirectoryFiles
 from ops.comm.base import World
 from ops.comm.local import run_local
 from ops.errors import CommError, StorageError
@@ -77,10 +84,11 @@ def life(
     commit_at: int | None,
     fails: int | None,
     keep: int = 1,
+    broken: bool = False,
 ) -> tuple[int, list[tuple[str, int, bytes]]]:
     """Train `steps`, from the published commit if there is one; (first step done, weights).
 
-    Rank `fails` gets no further than its own part of the commit.
+    Rank `fails` gets no further than its own part of the commit; if `broken`, not so far.
     """
     toy = replace(Toy(), ranks=2, rank=world.rank)
     folder = path / str(world.rank)
@@ -99,6 +107,8 @@ def life(
     store: dict[str, object] = {"rank": world.rank, "resume": bool(commits)}
     if commits:
         store["newest"] = commits[0].generations[world.rank]
+    if broken and world.rank == fails:  # the first fsync is that of `member.json`
+        store["directory_files"] = FaultyDirectoryFiles("sync_file", at_op=1)
     config = smallest_budgets(toy, budgets(folder, durability="step", keep_in_store=keep))
     with toy_run(
         toy,
@@ -147,6 +157,50 @@ def test_a_commit_that_one_rank_did_not_reach_is_resumed_by_none(tmp_path, fails
     # The next commit is taken, though the part that was given up had a generation of its own.
     again = run_local(2, life, tmp_path / "cut", range(1, 6), None, None)
     assert [done for done, _ in again] == [5, 5]
+
+
+@pytest.mark.parametrize("fails", [0, 1])
+def test_a_rank_that_cannot_prepare_its_part_ends_those_that_wait_for_it(tmp_path, fails):
+    """The others are in the collective to which it does not come."""
+    with pytest.raises((StorageError, CommError)):
+        run_local(2, life, tmp_path, range(1, 5), 2, fails, 1, True)
+    assert RecordFile(str(tmp_path)).read() == ()
+    prepared = [len(list((tmp_path / str(rank)).glob("*/manifest.?"))) for rank in (0, 1)]
+    assert prepared[fails] == 0
+
+
+def test_every_rank_has_a_copy_of_the_record_before_it_lets_go(tmp_path):
+    def rank(world: World) -> None:
+        record = RecordFile(str(tmp_path)) if world.rank == 0 else None
+        (tmp_path / str(world.rank)).mkdir()
+        copy = published_copy(str(tmp_path / str(world.rank)))
+        commits = RankCommits(world, record, STORES[world.rank], {}, 1, copy=copy)
+        for generation in (1, 2):
+            commits(generation)
+            assert [x.generations for x in copy.read()] == [(generation, generation)]
+
+    run_local(2, rank)
+    record = RecordFile(str(tmp_path)).read()
+    assert all(published_copy(str(tmp_path / str(x))).read() == record for x in (0, 1))
+
+
+def test_runs_that_go_on_from_each_other_are_one_line(tmp_path):
+    """Rank 0 may have another store than the run had that it goes on from."""
+
+    def going_on(line: str, epoch: int) -> RankCommit:
+        def rank(world: World) -> None:
+            record = RecordFile(str(tmp_path)) if world.rank == 0 else None
+            RankCommits(world, record, STORES[world.rank], {}, 1, epoch=epoch, line=line)(1)
+
+        run_local(2, rank)
+        return RecordFile(str(tmp_path)).read()[0]
+
+    begun = going_on("", 0)
+    assert (begun.line, begun.epoch, begun.facts) == (STORES[0], 1, {})
+    assert (going_on(STORES[0], 1).line, going_on(STORES[0], 1).facts) == (STORES[0], {})
+    moved = going_on("c" * 32, 7)
+    assert (moved.line, moved.epoch) == ("c" * 32, 8)
+    assert replace(moved, facts={"line": "../../etc"}).line == STORES[0]
 
 
 def test_a_record_that_cannot_be_written_fails_the_commit_on_all_ranks(tmp_path):

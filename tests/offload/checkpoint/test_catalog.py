@@ -7,10 +7,11 @@ import shutil
 
 import pytest
 
-from offload.checkpoint.catalog import find_checkpoints, look_at_parts, open_parts
+from offload.checkpoint.catalog import find_checkpoints, open_parts
+from offload.checkpoint.rank_parts import look_at_parts
 from offload.checkpoint.removal import delete_checkpoint
 from offload.nvme.store import NvmeStore
-from offload.rank_commits import RankCommit, RecordFile
+from offload.rank_commits import RankCommit, RecordFile, published_copy
 from offload.testing_storage import filled_buffer
 from ops.checksum import CHUNK_BYTES
 from ops.errors import ConfigError, StorageError
@@ -30,8 +31,9 @@ def write(store, step, ranks, nbytes=MIB + 3):
 class Ranks:
     """Stores of several ranks under one path, and their record, without engines."""
 
-    def __init__(self, path, num, keep=1):
+    def __init__(self, path, num, keep=1, copies=False):
         self.path, self.keep, self.commits = str(path), keep, ()
+        self.copies = copies
         self.stores = [
             NvmeStore(self.path, 32 * MIB, rank=rank, workers=1, keep_commits=keep)
             for rank in range(num)
@@ -55,6 +57,8 @@ class Ranks:
                 *self.commits,
             )[: self.keep]
             RecordFile(self.path).write(self.commits)
+            for store in self.stores if self.copies else ():
+                published_copy(store.directory).write(self.commits)
 
     def close(self):
         for store in self.stores:
@@ -201,7 +205,7 @@ def test_a_run_of_all_ranks_after_one_of_one_rank_is_the_newest(tmp_path):
     with NvmeStore(str(tmp_path), 32 * MIB, workers=1, keep_commits=2) as store:
         write(store, 10, 1)
     ranks = Ranks.__new__(Ranks)
-    ranks.path, ranks.keep, ranks.commits = str(tmp_path), 2, ()
+    ranks.path, ranks.keep, ranks.commits, ranks.copies = str(tmp_path), 2, (), False
     ranks.stores = [
         NvmeStore(str(tmp_path), 32 * MIB, rank=rank, workers=1, keep_commits=2, resume=rank == 0)
         for rank in (0, 1)
@@ -209,8 +213,7 @@ def test_a_run_of_all_ranks_after_one_of_one_rank_is_the_newest(tmp_path):
     ranks.publish(20, record=False)
     assert [x.step for x in find_checkpoints([str(tmp_path)])] == [10], "20 was only prepared"
     ranks.publish(30)
-    assert [x.step for x in find_checkpoints([str(tmp_path)])][-1] == 30
-    assert all(x.num_ranks == 2 for x in find_checkpoints([str(tmp_path)]) if x.step == 30)
+    assert [(x.step, x.num_ranks) for x in find_checkpoints([str(tmp_path)])] == [(30, 2)]
     ranks.close()
 
 

@@ -32,7 +32,7 @@ def source(tmp_path):
 
 @pytest.fixture
 def ranks(tmp_path):
-    three = Ranks(tmp_path / "ranks", 3, keep=2)
+    three = Ranks(tmp_path / "ranks", 3, keep=2, copies=True)
     for step in (10, 20):
         three.publish(step)
     three.close()
@@ -86,7 +86,7 @@ def test_what_is_in_use_is_read_or_is_no_checkpoint_is_not_deleted(source, tmp_p
     assert not any(map(os.path.exists, paths))
 
 
-@pytest.mark.parametrize("num_removed", range(1, 13))
+@pytest.mark.parametrize("num_removed", range(1, 16))
 def test_what_is_half_deleted_is_never_read_as_live(ranks, num_removed, monkeypatch):
     unlink, left = os.unlink, [num_removed]
 
@@ -101,7 +101,9 @@ def test_what_is_half_deleted_is_never_read_as_live(ranks, num_removed, monkeypa
         delete_checkpoint([ranks])
     monkeypatch.undo()
     try:
-        assert not any(x.is_complete for x in find_checkpoints([ranks]))
+        # Copies of the record come first, of each of the three ranks; nothing is lost with them.
+        found = {x.is_complete for x in find_checkpoints([ranks])}
+        assert found == {num_removed < 4}
     except ConfigError as error:
         assert "nothing has been committed" in str(error)
     delete_checkpoint([ranks])
