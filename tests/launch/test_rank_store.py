@@ -31,6 +31,7 @@ from ops.comm.single import SingleRank
 from ops.errors import ConfigError, HeadraceError, StorageError
 from tests.launch.helpers import ENGINE_META
 from tests.launch.mesh_ranks import Case, make_config
+from tests.mpirun import run_ranks
 
 
 def configured(path: Path, ranks: int = 2) -> RunConfig:
@@ -129,6 +130,18 @@ def test_many_ranks_share_a_path_that_a_slow_server_makes(tmp_path, monkeypatch)
     ranks = on_ranks(configured(shared, 8), lambda world, opened: opened.store.directory)
     assert len(missing) == 1 and len(set(ranks)) == 8
     assert ranks_under(str(shared)) == list(range(8))
+
+
+def test_real_ranks_begin_together_where_there_is_no_directory(tmp_path):
+    """C67: on a slow file system, in a path of which nothing is there, again and again."""
+    pytest.importorskip("mpi4py", reason="the extra headrace[mpi] is not installed")
+    result = run_ranks(8, "tests.launch.directory_ranks", str(tmp_path), "5", seconds_max=300)
+    assert result.returncode == 0, result.stderr[-4000:]
+    assert result.stdout.count("is done") == 8
+    for number in range(5):
+        store = tmp_path / f"{number}" / "deep" / "store"
+        assert ranks_under(str(store)) == list(range(8))
+        assert [x.epoch for x in record_of(store)] == [1]
 
 
 @contextmanager
