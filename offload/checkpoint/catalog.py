@@ -12,6 +12,7 @@ the ranks' directories under the paths, and of the record, is looked at.
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -25,6 +26,7 @@ from offload.nvme.inspect import num_ranks_of
 from offload.rank_commits import RECORD_NAME, RankCommit, RecordFile, published_copy
 from ops.errors import ConfigError, StorageError
 
+_ABSENT_TOLD = 16
 UNFINISHED_NAME = "commits.json.unfinished"
 """What will be `commits.json`, where a copy has been begun and is not finished."""
 
@@ -296,11 +298,18 @@ def _recorded(
     missing, present, meta = [], [], None
     if not is_published:
         missing.append("the copy is not finished: run the same copy again")
-    for number, (store_id, generation) in enumerate(zip(commit.stores, commit.generations)):
-        rank = ranks.get(number)
-        if rank is None:
-            missing.append(f"rank {number}: no directory {rank_directory(paths[0], number)}")
-            continue
+    total = len(commit.stores)
+    absent = (number for number in range(total) if number not in ranks)
+    num_absent = total - sum(number < total for number in ranks)
+    for number in itertools.islice(absent, _ABSENT_TOLD):
+        missing.append(f"rank {number}: no directory {rank_directory(paths[0], number)}")
+    if num_absent > _ABSENT_TOLD:
+        missing.append(
+            f"{num_absent - _ABSENT_TOLD} more of {total} ranks have no directory in {paths[0]}"
+        )
+    for number in sorted(number for number in ranks if number < total):
+        rank, store_id = ranks[number], commit.stores[number]
+        generation = commit.generations[number]
         problem = rank.problem_with(store_id, generation) or why_given_up(
             rank, store_id, generation
         )

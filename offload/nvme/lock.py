@@ -150,10 +150,24 @@ def _try_flock(fd: int, path: str) -> bool:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+            if _is_only_read(fd):
+                raise ConfigError(
+                    f"offload.nvme.path: {os.path.dirname(path)} is being read; try again when "
+                    "that is done"
+                ) from None
             raise ConfigError(_refusal(path, _read_owner(fd))) from None
         if error.errno in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL):
             return False
         raise
+    return True
+
+
+def _is_only_read(fd: int) -> bool:
+    """Whether who keeps owners out looks (`Watch`) and owns nothing."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return False
     return True
 
 

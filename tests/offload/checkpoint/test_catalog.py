@@ -331,3 +331,16 @@ def test_a_manifest_that_may_have_been_newer_than_the_record_is_told(two):
     (note,) = newest.notes
     assert newest.step == 30 and note.startswith("rank 0: manifest.1: cannot be read")
     assert older.notes == ()
+
+
+def test_ranks_that_are_not_here_are_counted_and_not_all_listed(two):
+    """A record of 10^6 ranks gave a line for each."""
+    record = RecordFile(str(two))
+    (newest, _) = record.read()
+    stores, num = newest.stores, 5000
+    generations = (*newest.generations, *[1] * num)
+    record.write([RankCommit(1, generations, (*stores, *["0" * 32] * num), {})])
+    (found,) = find_checkpoints([str(two)])
+    assert found.num_ranks == num + 2 and found.present == (0, 1)
+    assert len(found.missing) == 17 and "rank 2: no directory" in found.missing[0]
+    assert found.missing[-1] == f"4984 more of 5002 ranks have no directory in {two}"

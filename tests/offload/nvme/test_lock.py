@@ -227,3 +227,13 @@ def test_a_store_waits_for_no_pipe_and_follows_no_link(tmp_path, name, kind):
         with pytest.raises(ConfigError, match=rf"{name} exists and was not made by Headrace"):
             NvmeStore(str(tmp_path), 1 << 20, resume=resume)
     assert victim.read_text() == "precious"
+
+
+def test_who_only_reads_is_not_called_an_owner(tmp_path):
+    """`delete` during `verify` advised to delete owner.lock if that job was certainly gone."""
+    OwnerLock.acquire(str(tmp_path)).release()
+    watch = Watch(str(tmp_path))
+    with pytest.raises(ConfigError, match=r"is being read; try again when that is done$"):
+        OwnerLock.acquire(str(tmp_path))
+    watch.close()
+    OwnerLock.acquire(str(tmp_path)).release()
