@@ -179,6 +179,9 @@ def _verify(console: Console, found: list[Checkpoint]) -> list[Damage]:
                 tell(nbytes)
     for item in damage:
         say(console, f"damaged: {item}")
+    if not newest:
+        say(console, "nothing is here that could be verified")
+        return damage
     say(
         console,
         f"verified {num_blocks:,} blocks, {format_bytes(num_bytes)}: "

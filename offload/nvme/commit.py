@@ -310,8 +310,9 @@ class Commits:
             replace_file(self.opened.directory_files, path, data)
         except StorageError as error:
             failure = StorageError(
-                f"commit {manifest.generation} failed, the last one stays: {error}", path=error.path
+                f"commit {manifest.generation} failed, the last one stays: {error}"
             )
+            failure.path = error.path  # which it names already
             failure.__cause__ = error
             with self.queue.lock:
                 self.queue.latch(failure)

@@ -8,6 +8,7 @@ and the path.
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import re
@@ -20,7 +21,7 @@ from offload.nvme.lock import OwnerLock
 from offload.nvme.members import MEMBER_FILE_NAME, TEMPORARY_SUFFIX
 from offload.nvme.recovery import slot_index
 from ops.checksum import CHUNK_BYTES
-from ops.errors import ConfigError
+from ops.errors import ConfigError, HeadraceError, StorageError
 from ops.units import format_bytes
 
 log = logging.getLogger(__name__)
@@ -30,6 +31,7 @@ PUBLISHED_FILE_NAME = "published.json"
 """A rank's copy of the record of commits (`offload/rank_commits.py`)."""
 _RANK_NAME = re.compile(r"rank-[0-9]{5}")
 REQUEST_BYTES_MAX = 8 << 20
+_FAULTS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO})
 
 
 def check_settings(
@@ -73,7 +75,7 @@ def link_problem(directory: str) -> str | None:
 
 
 def lock_directory(directory: str) -> OwnerLock:
-    """Make `directory` if needed and become its owner, or raise ConfigError saying why not."""
+    """Make `directory` if needed and become its owner, or raise saying why not (`path_error`)."""
     problem = link_problem(directory)
     if problem is not None:
         raise ConfigError(f"offload.nvme.path: {problem}; only the path itself may be a link")
@@ -135,8 +137,11 @@ def _refuse_foreign_files(directory: str, used_before: bool) -> None:
             )
 
 
-def path_error(directory: str, error: OSError) -> ConfigError:
-    """The refusal of a directory that cannot be used."""
+def path_error(directory: str, error: OSError) -> HeadraceError:
+    """What ends the use of a directory: a ConfigError, or a StorageError where the disk is full or
+    broken and no other choice was better."""
+    if error.errno in _FAULTS:
+        return StorageError(describe_os_error(error), path=directory)
     return ConfigError(
         f"offload.nvme.path: {directory} cannot be used: {describe_os_error(error)}; "
         "choose a directory this user can write to"

@@ -63,6 +63,15 @@ def test_list_says_what_is_missing_and_of_which_rank(tmp_path):
     assert invoke("verify", tmp_path).exit_code == 2
 
 
+def test_what_is_not_here_is_not_called_whole(path):
+    """Without its data file a checkpoint was verified: 0 blocks, all whole."""
+    (path / "rank-00000/data.bin").unlink()
+    result = invoke("verify", path)
+    assert result.exit_code == 2, result.output
+    assert "whole" not in result.output and "nothing is here" in result.output
+    assert "is incomplete" in result.output and "data.bin" in result.output
+
+
 def test_verify_reads_every_block_of_all_ranks(tmp_path):
     ranks = Ranks(tmp_path, 3, keep=2)
     for step in (5, 6):

@@ -151,6 +151,7 @@ SPECIAL = [
     mesh("1f1b", pp=4, **ONE_F_ONE_B),
     mesh("1f1b-wide", pp=2, dp=2, ep=2, **ONE_F_ONE_B),
     mesh("sequence-parallel", dp=2, op=2, use_seq_parallel=True),
+    mesh("sequence-parallel-experts", dp=2, op=2, ep=2, use_seq_parallel=True),
     mesh("replicas", dp=4, optimizer_parallel=False),
     mesh("uneven", pp=2, dp=2, ep=2, pipeline_layers=[1, 3]),
     mesh("pp2-dp2-untied", pp=2, dp=2, model={"tie_word_embeddings": False}),

@@ -15,7 +15,7 @@ import pytest
 from offload.nvme.directory import lock_directory
 from offload.nvme.lock import LOCK_FILE_NAME, OwnerLock, Watch, this_process
 from offload.nvme.store import NvmeStore
-from ops.errors import ConfigError
+from ops.errors import ConfigError, StorageError
 
 HOLD = """
 import sys
@@ -237,3 +237,17 @@ def test_who_only_reads_is_not_called_an_owner(tmp_path):
         OwnerLock.acquire(str(tmp_path))
     watch.close()
     OwnerLock.acquire(str(tmp_path)).release()
+
+
+@pytest.mark.parametrize(
+    ("code", "kind"), [(errno.ENOSPC, StorageError), (errno.EACCES, ConfigError)]
+)
+def test_a_full_disk_is_no_wrong_choice_of_a_directory(tmp_path, monkeypatch, code, kind):
+    """It ended with the advice to choose a directory this user can write to."""
+
+    def fail(*arguments, **options):
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr("offload.nvme.directory.os.mkdir", fail)
+    with pytest.raises(kind, match=errno.errorcode[code]):
+        lock_directory(str(tmp_path / "new" / "rank-00000"))
