@@ -74,7 +74,11 @@ def change_facts(folder, change):
 def test_a_model_that_the_files_cannot_hold_is_refused_before_it_is_laid_out(copied, model):
     """The layouts of all units were made first: minutes, and memory without end."""
     change_facts(copied, lambda x: x["run"]["config"]["model"].update(model))
-    refused(copied, r"is said to hold a model of|does not hold this model")
+    refused(
+        copied,
+        r"is said to hold a model of|does not hold this model|"
+        r"is not possible: allowed is a whole number|units; allowed are at most",
+    )
 
 
 def test_patterns_without_number_are_refused(copied):

@@ -16,9 +16,11 @@ from tests.launch.helpers import ROOT
 from tests.launch.test_export_command import MODEL, invoke
 from tests.moe.weights.saved_weights import commit_to, make_run, numbers_of
 
-# The command says `working` in the middle of its work, and then does not go on.
+# The command says `working` in the middle of its work, and then does not go on. Tests may have been
+# started where SIGINT is ignored (in the background), which children inherit.
 CHILD = """
-import sys, time
+import signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)
 from launch.cli import main
 from moe.weights import importing
 from moe.weights.writing import ShardWriter

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -137,7 +138,8 @@ def test_a_wrong_directory_is_refused_before_a_store_is_opened(tmp_path, monkeyp
     with pytest.raises(ConfigError, match=r"1 missing: model\.norm\.weight \[32\]"):
         run.run_training(wrong, None, None, threading.Event())
     assert not reached
-    monkeypatch.setattr(run, "find_origin", lambda *arguments: object())
+    origin = SimpleNamespace(is_own=True)
+    monkeypatch.setattr(run, "find_origin", lambda *arguments: origin)
     with pytest.raises(Reached):
         run.run_training(wrong, None, None, threading.Event(), resume="latest")
 

@@ -124,7 +124,7 @@ def test_nobody_can_become_owner_while_a_store_is_looked_at(tmp_path):
     # C11
     make(str(tmp_path))
     store = inspect(tmp_path)
-    with pytest.raises(ConfigError, match="in use by another process"):
+    with pytest.raises(ConfigError, match="is being read"):
         NvmeStore(str(tmp_path), 64 * MIB, resume=True)
     store.close()
     store.close()
