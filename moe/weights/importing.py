@@ -200,9 +200,11 @@ def _new_store(path: str, room: int) -> NvmeStore:
         return NvmeStore(path, room, rank=0, required_bytes=0)
     except OSError as error:
         raise out_error(path, error) from error
-    except ConfigError as error:
+    except (ConfigError, StorageError) as error:
         if isinstance(error.__cause__, OSError):
             raise out_error(path, error.__cause__) from error
+        if isinstance(error, StorageError):
+            raise
         raise ConfigError(str(error).replace("offload.nvme.path:", "--out:", 1)) from None
 
 
