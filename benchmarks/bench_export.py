@@ -31,6 +31,7 @@ from benchmarks.common import compare, seconds_of
 from launch.config import RunConfig
 from launch.resume import save_plan
 from moe.checkpoint import SavedRun, saved_ledger, saved_run
+from moe.data.stream import Cursor
 from moe.weights.directory import ExportDirectory
 from moe.weights.export import Export, ExportOptions, facts_of
 from offload.checkpoint.catalog import find_checkpoints, open_parts
@@ -76,7 +77,7 @@ def make_config(directory: str, state_bytes: int) -> RunConfig:
 def make_commit(path: str, config: RunConfig) -> SavedRun:
     """A commit of one rank with random bytes in every block."""
     engine = {"ledger": {"step": 1, "rates": []}, "loss_scale": {"scale": 1.0, "good_steps": 0}}
-    run = {"step": 1, "cursor": {}, **save_plan(config).facts}
+    run = {"step": 1, "cursor": Cursor().to_json(), **save_plan(config).facts}
     meta = {"step": 1, "engine": engine, "run": run}
     saved = saved_run(meta)
     sizes = {
