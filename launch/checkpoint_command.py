@@ -145,9 +145,7 @@ def _ask(paths: list[str]) -> None:
     try:
         agreed = typer.confirm(f"Delete {what} in {', '.join(paths)}?")
     except typer.Abort:
-        raise ConfigError(
-            "nothing was deleted: nobody answered; say --yes to be not asked."
-        ) from None
+        raise ConfigError("nothing is deleted: nobody answered; --yes does not ask.") from None
     if not agreed:
         raise typer.Exit(ConfigError.exit_code)
 

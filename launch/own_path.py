@@ -12,8 +12,7 @@ from collections.abc import Sequence
 
 from launch.config import RunConfig
 from launch.origin import Origin
-from offload.nvme.directory import rank_directory, ranks_under
-from offload.nvme.recovery import slot_index
+from offload.nvme.directory import is_commit, rank_directory, ranks_under
 from ops.comm.base import World
 from ops.errors import ConfigError
 
@@ -53,7 +52,7 @@ def require_nothing_lost(
 
 
 def _with_commits(paths: Sequence[str]) -> str:
-    """The first directory of a rank under `paths` that has manifests; "" for none."""
+    """The first directory of a rank under `paths` that says something is committed; "" for none."""
     for path in paths:
         for rank in ranks_under(path):
             directory = rank_directory(path, rank)
@@ -61,7 +60,7 @@ def _with_commits(paths: Sequence[str]) -> str:
                 names = os.listdir(directory)
             except OSError:
                 continue
-            if any(slot_index(name) is not None for name in names):
+            if any(map(is_commit, names)):
                 return directory
     return ""
 

@@ -11,7 +11,7 @@ import dataclasses
 import itertools
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -174,7 +174,8 @@ def _train(
         _held_out(rank), observer, stop, steps_limit, start.step, saves,
         groups.world, config.parallel.data_parallel, origin is not None and origin.in_place,
     )  # fmt: skip
-    observer.on_start(_start_info(config, plan, trainer.num_steps, start.step))
+    size = dict(zip(("parameters", "state_bytes"), model_size(config)))
+    observer.on_start(_start_info(config, plan, size, trainer.num_steps, start.step))
     if start.resumed and start.step >= trainer.num_steps:
         observer.on_message(
             f"nothing is left to train: step {start.step} of {trainer.num_steps} is done; "
@@ -194,7 +195,7 @@ def _train(
         # Threads may wait in a collective for ranks that will not come, and closing would wait for
         # them. The caller ends the processes of all ranks (`launch/world.py`).
         parts.pop_all()
-    report = _report(config, plan, engine, backend, trainer.totals)
+    report = _report(config, plan, engine, backend, trainer.totals, size)
     report |= _account_of_commits(start, engine, store, trainer.totals)
     report["comm"] = _account_of_ranks(rank, trainer.totals)
     if failure is None or isinstance(failure, AGREED):
@@ -315,14 +316,14 @@ def _held_out(rank: _Rank) -> Callable[[], Iterator[HeldOutBatch]]:
     )
 
 
-def _start_info(config: RunConfig, plan: MemoryPlan, steps: int, first: int) -> dict[str, Any]:
-    parameters, state_bytes = model_size(config)
+def _start_info(
+    config: RunConfig, plan: MemoryPlan, size: Mapping[str, int], steps: int, first: int
+) -> dict[str, Any]:
     return {
         "name": config.name,
         "steps": steps,
         "first_step": first,
-        "parameters": parameters,
-        "state_bytes": state_bytes,
+        **size,
         "tokens_per_step": config.global_batch_sequences * config.train.seq_len,
         "tiers": {
             name: {"capacity_bytes": tier.capacity_bytes} for name, tier in plan.tiers.items()
@@ -336,9 +337,9 @@ def _report(
     engine: OffloadEngine,
     backend: MindSporeBackend,
     totals: RunTotals,
+    size: Mapping[str, int],
 ) -> dict[str, Any]:
     peaks = engine.peak_bytes()
-    parameters, state_bytes = model_size(config)
     return {
         "arithmetic": {
             "weight_dtype": config.train.weight_dtype,
@@ -351,8 +352,7 @@ def _report(
             name: {"capacity_bytes": tier.capacity_bytes, "peak_bytes": peaks[name]}
             for name, tier in plan.tiers.items()
         },
-        "parameters": parameters,
-        "state_bytes": state_bytes,
+        **size,
         "steps": totals.steps,
         "redone_steps": totals.redone_steps,
         "tokens_per_s": totals.tokens_per_s,

@@ -16,6 +16,7 @@ from moe.config import ModelConfig, TrainConfig
 from moe.memory import layouts_of
 from moe.mesh import Mesh, ParallelConfig
 from moe.mesh_check import check_mesh
+from moe.params import size_of
 from offload.blocks import UnitLayout
 from offload.config import IDLE_EXPERT_POLICIES, OptimizerConfig
 from offload.ledger import STEP_MAX, Ledger
@@ -50,21 +51,14 @@ class SavedRun:
     @property
     def num_units(self) -> int:
         """Units of the model over all ranks; nothing is made in proportion to them."""
-        model = self.model
-        tables = 1 if model.tie_word_embeddings else 2
-        slices = -(-model.vocab_size // model.vocab_slice_rows)
-        return tables * slices + model.num_hidden_layers * (1 + model.num_experts) + 1
+        return size_of(self.model).units
 
     def require_held(self, num_parts: int, num_blocks: int, nbytes: int) -> None:
         """Raise StorageError when parts with so many blocks and bytes in all cannot be this run's.
 
         A lower bound, without making a unit: a unit has a block at least, a parameter two bytes.
         """
-        model = self.model
-        heads = 2 * (model.num_attention_heads + model.num_key_value_heads) * model.head_dim
-        experts = 3 * model.moe_intermediate_size * model.num_experts
-        rows = model.vocab_size + model.num_hidden_layers * (heads + experts)
-        parameters = rows * model.hidden_size
+        parameters = size_of(self.model).numbers
         if num_parts != self.num_ranks:
             what = f"has {num_parts} parts, its mesh {self.num_ranks} ranks"
         elif num_blocks < self.num_units:

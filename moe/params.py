@@ -9,6 +9,7 @@ from __future__ import annotations
 import fnmatch
 import hashlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -235,3 +236,32 @@ class _BlockPlace:
         """How many elements of the block have an index in the whole tensor below `limit`."""
         rows, rest = divmod(max(limit - self._first, 0), self._stride)
         return rows * self._width + min(rest, self._width)
+
+
+@dataclass(frozen=True)
+class Size:
+    """What a model comes to, by arithmetic: its units, tensors (`packed`: at the least, with the
+    experts of every layer packed) and numbers."""
+
+    units: int
+    tensors: int
+    packed: int
+    numbers: int
+
+
+def size_of(model: ModelConfig) -> Size:
+    """The size of a model, a tied embedding counted once; takes the same time for every model."""
+    hidden, layers, experts = model.hidden_size, model.num_hidden_layers, model.num_experts
+    vocabularies = 1 if model.tie_word_embeddings else 2
+    slices = -(-model.vocab_size // model.vocab_slice_rows)
+    dense = 7 + 2 * model.qk_norm + 3 * bool(model.n_shared_experts)
+    heads = 2 * (model.num_attention_heads + model.num_key_value_heads) * model.head_dim
+    widths = experts * model.moe_intermediate_size + model.shared_intermediate_size
+    in_layer = hidden * (2 + heads + experts + 3 * widths) + 2 * model.head_dim * model.qk_norm
+    outside = vocabularies + 1
+    return Size(
+        units=vocabularies * slices + 1 + layers * (1 + experts),
+        tensors=outside + layers * (dense + 3 * experts),
+        packed=outside + layers * (dense + 2),
+        numbers=hidden * (vocabularies * model.vocab_size + 1) + layers * in_layer,
+    )

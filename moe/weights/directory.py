@@ -28,7 +28,7 @@ from typing import Any
 
 from moe.weights.reading import MARKER_SUFFIX
 from offload.nvme.directory import sync_directory
-from offload.nvme.files import describe_os_error
+from offload.nvme.files import DISK_FAULTS, describe_os_error
 from ops.errors import ConfigError, HeadraceError, StorageError
 from ops.units import format_bytes
 
@@ -188,7 +188,7 @@ def require_room(path: str, nbytes: int, free_bytes: int) -> None:
 def out_error(path: str, error: OSError) -> HeadraceError:
     """What to raise when `--out` cannot be used: refused, but a full or failing disk is a fault."""
     text = f"--out {path}: {describe_os_error(error)}"
-    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
+    if error.errno in DISK_FAULTS:
         return StorageError(text, path=error.filename or path)
     return ConfigError(text)
 

@@ -17,16 +17,14 @@ from moe.weights.export import DTYPES, FORMAT
 from moe.weights.names import PACKED_FORMS
 from moe.weights.plain_files import parse_json, read_plain
 from moe.weights.reading import refuse_unfinished
+from offload.config import IDLE_EXPERT_POLICIES
+from offload.ledger import STEP_MAX
 from offload.nvme.files import describe_os_error
 from ops.errors import ConfigError
 
 KEY = "import DIR"
 _FACTS_BYTES_MAX = 64 << 20
-STEPS_MAX = 1 << 53
-"""More steps than any run makes, and few enough for every number that they become."""
-
 _CURSOR_MAX = (1 << 63) - 1
-_IDLE_POLICIES = ("replay", "dense", "skip")
 _TOP = ("format", "step", "optimizer_step", "moments", "run", "loss_scale", "frozen")
 _TOP_OPTIONAL = ("weights", "parameter_groups", "versions")
 _RUN = ("name", "config", "cursor")
@@ -144,7 +142,7 @@ def _check_run(run: Any, step: int) -> None:
     DataConfig(**config["data"])
     _check_keys("run.config.offload", config["offload"], ("idle_expert_policy",))
     policy = config["offload"]["idle_expert_policy"]
-    _check_choice("run.config.offload.idle_expert_policy", policy, _IDLE_POLICIES)
+    _check_choice("run.config.offload.idle_expert_policy", policy, IDLE_EXPERT_POLICIES)
     for name, value in config["runtime"].items():
         if type(value) not in (bool, int, float, str):
             raise ValueError(f"run.config.runtime.{name[:100]} = {_shown(value)} is no setting")
@@ -176,7 +174,7 @@ def _check_choice(where: str, value: Any, allowed: Sequence[str | None]) -> None
         raise ValueError(f"{where} = {_shown(value)}; allowed are {names}")
 
 
-def _count(where: str, value: Any, most: int = STEPS_MAX) -> int:
+def _count(where: str, value: Any, most: int = STEP_MAX) -> int:
     if type(value) is not int or not 0 <= value <= most:
         raise ValueError(f"{where} = {_shown(value)} is no whole number from 0 to {most}")
     return value

@@ -19,7 +19,7 @@ from moe.weights.directory import out_error, require_room
 from moe.weights.export import OnBytes
 from moe.weights.facts import KEY, Facts
 from moe.weights.initial import TensorSource, initial_weights
-from moe.weights.names import Match, model_shapes, require_size, size_of
+from moe.weights.names import Match, model_shapes, require_size
 from moe.weights.reading import WeightFiles
 from offload.blocks import UnitLayout
 from offload.nvme.aligned import aligned_buffer, choose_access
@@ -64,7 +64,7 @@ class Import:
 
     def _require_few_patterns(self) -> None:
         """Every pattern of `train.freeze` is compared with the name of every unit."""
-        patterns, units = len(self._run.train.freeze), size_of(self._run.model).units
+        patterns, units = len(self._run.train.freeze), self._run.num_units
         if patterns > units + _PATTERNS_SPARE or patterns * units > _COMPARISONS_MAX:
             raise ConfigError(
                 f"{KEY} = {self._directory}: train.freeze has {patterns:,} patterns, too many for "

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from math import prod
 
 from moe.config import ModelConfig
-from moe.params import EMBEDDING, HEAD, build_units
+from moe.params import EMBEDDING, HEAD, build_units, size_of
 from ops.errors import ConfigError
 
 Shape = tuple[int, ...]
@@ -63,35 +63,6 @@ def model_shapes(model: ModelConfig) -> dict[str, Shape]:
             rows = spec.row0 + spec.shape[0]
             shapes[spec.name] = (rows, *spec.shape[1:])
     return shapes
-
-
-@dataclass(frozen=True)
-class Size:
-    """What a model comes to, by arithmetic: its units, tensors (`packed`: at the least, with the
-    experts of every layer packed) and numbers."""
-
-    units: int
-    tensors: int
-    packed: int
-    numbers: int
-
-
-def size_of(model: ModelConfig) -> Size:
-    """The size of a model, a tied embedding counted once; takes the same time for every model."""
-    hidden, layers, experts = model.hidden_size, model.num_hidden_layers, model.num_experts
-    vocabularies = 1 if model.tie_word_embeddings else 2
-    slices = -(-model.vocab_size // model.vocab_slice_rows)
-    dense = 7 + 2 * model.qk_norm + 3 * bool(model.n_shared_experts)
-    heads = 2 * (model.num_attention_heads + model.num_key_value_heads) * model.head_dim
-    widths = experts * model.moe_intermediate_size + model.shared_intermediate_size
-    in_layer = hidden * (2 + heads + experts + 3 * widths) + 2 * model.head_dim * model.qk_norm
-    outside = vocabularies + 1
-    return Size(
-        units=vocabularies * slices + 1 + layers * (1 + experts),
-        tensors=outside + layers * (dense + 3 * experts),
-        packed=outside + layers * (dense + 2),
-        numbers=hidden * (vocabularies * model.vocab_size + 1) + layers * in_layer,
-    )
 
 
 def require_size(model: ModelConfig, found: Mapping[str, Stored], what: str) -> None:

@@ -8,14 +8,13 @@ and the path.
 from __future__ import annotations
 
 import contextlib
-import errno
 import logging
 import os
 import re
 import stat
 from collections.abc import Iterable, Sequence
 
-from offload.nvme.files import DirectoryFiles, describe_os_error
+from offload.nvme.files import DISK_FAULTS, DirectoryFiles, describe_os_error
 from offload.nvme.hold import remove_holds
 from offload.nvme.lock import OwnerLock
 from offload.nvme.members import MEMBER_FILE_NAME, TEMPORARY_SUFFIX
@@ -31,7 +30,6 @@ PUBLISHED_FILE_NAME = "published.json"
 """A rank's copy of the record of commits (`offload/rank_commits.py`)."""
 _RANK_NAME = re.compile(r"rank-[0-9]{5}")
 REQUEST_BYTES_MAX = 8 << 20
-_FAULTS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO})
 
 
 def check_settings(
@@ -140,7 +138,7 @@ def _refuse_foreign_files(directory: str, used_before: bool) -> None:
 def path_error(directory: str, error: OSError) -> HeadraceError:
     """What ends the use of a directory: a ConfigError, or a StorageError where the disk is full or
     broken and no other choice was better."""
-    if error.errno in _FAULTS:
+    if error.errno in DISK_FAULTS:
         return StorageError(describe_os_error(error), path=directory)
     return ConfigError(
         f"offload.nvme.path: {directory} cannot be used: {describe_os_error(error)}; "

@@ -233,6 +233,10 @@ def transfer_error(
     )
 
 
+DISK_FAULTS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO})
+"""Errors of a disk that is full or broken: no other choice of a path was wrong."""
+
+
 def describe_os_error(error: OSError) -> str:
     """`ENOSPC: No space left on device`."""
     code = errno.errorcode.get(error.errno or 0, str(error.errno))

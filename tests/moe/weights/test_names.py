@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from moe.config import ModelConfig
-from moe.params import build_units
+from moe.params import build_units, size_of
 from moe.weights.names import (
     Match,
     Stored,
@@ -14,7 +14,6 @@ from moe.weights.names import (
     packed_names,
     packed_shapes,
     require_size,
-    size_of,
 )
 from ops.errors import ConfigError
 from tests.moe.harness import MODEL
